@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ class KvFormatInfo:
     def bits(self) -> int: ...  # payload bits per value
     @property
     def group(self) -> int: ...  # values per scale byte; 0 without scale bytes
+    @property
+    def is_fp4(self) -> bool: ...  # codes are E2M1 with a scale byte per group
     @property
     def has_global_scale(self) -> bool: ...
     @property
@@ -163,13 +166,27 @@ class Device:
     @property
     def name(self) -> str: ...
     @property
-    def gemm_backend(self) -> str: ...  # library of matrix products; empty on the CPU
+    def gemm_backend(self) -> str: ...  # library of matrix multiplication; empty on the CPU
+    @property
+    def free_bytes(self) -> int | None: ...  # of its own memory; None: it uses the host's
     @property
     def capability(self) -> DeviceCapability: ...
 
 class Weights:
     @property
     def num_bytes(self) -> int: ...
+
+class MappedFile:
+    """Protects the readers of a mapped file until the object is destroyed.
+
+    Without it, the process ends with SIGBUS if the file is truncated. With it, readers get zeros.
+    `name` is for messages. Destroy the object before the memory is unmapped.
+    """
+
+    def __init__(self, bytes: mmap | npt.NDArray[Any], name: str) -> None: ...
+
+def check_mapped_file(bytes: mmap | npt.NDArray[Any]) -> None:
+    """Raise RuntimeError that names the file if `bytes` is in a file that was truncated."""
 
 class WeightsBuilder:
     def __init__(self, config: ModelConfig, device: Device, exact: bool) -> None: ...
@@ -216,6 +233,7 @@ class WeightsBuilder:
 class Request:
     id: int
     prompt: list[int]
+    priority: int
     max_new_tokens: int
     min_new_tokens: int
     ignore_eos: bool
@@ -235,6 +253,7 @@ class Request:
     logit_bias: list[tuple[int, float]]
     num_prompt_logprobs: int
     logits_output: str  # none, generation, all
+    cache_salt: bytes  # 16 bytes; only requests with the same salt share cached prefixes
     # fn(new_tokens, mask) -> bool writes the bitmask to `mask` (int32) in place.
     token_mask: Callable[[Sequence[int], npt.NDArray[np.int32]], bool] | None
     def __init__(self) -> None: ...
@@ -323,9 +342,6 @@ cuda_stamp: str  # libturbomind_cuda.so must have the same stamp
 def cuda_devices() -> tuple[list[CudaDeviceInfo], str]:
     """Return the GPUs in the driver's order. If there are none, also return the reason."""
 
-def cuda_free_bytes(ordinal: int) -> int:
-    """Return the free bytes of the whole GPU. Raises like make_cuda_device."""
-
 def make_cuda_device(
     ordinal: int,
     deterministic: bool = False,
@@ -359,7 +375,7 @@ def get_kv_cache_mode(
 ) -> KvFormat:
     """Resolve a quant_policy on a device."""
 
-def kv_cache_conversion(mode: KvFormat | str, capability: DeviceCapability = ...) -> str:
+def kv_cache_conversion(format: KvFormat | str, capability: DeviceCapability = ...) -> str:
     """Return how a device converts a format: not needed, hardware, software or unsupported."""
 
 # Profiles, for benchmarks.
@@ -394,7 +410,7 @@ def make_profiling_device(device: Device) -> ProfilingDevice:
 
 # Codecs and ops, for tests and reports.
 def encode_rows(
-    mode: KvFormat | str,
+    format: KvFormat | str,
     rows: npt.NDArray[np.float32],
     dtype: str,
     global_scale: float = 1.0,
@@ -405,7 +421,7 @@ def encode_rows(
     """Encode rows [n, head_dim] to (payload [n, row bytes], metadata [n, meta bytes])."""
 
 def decode_rows(
-    mode: KvFormat | str,
+    format: KvFormat | str,
     payload: npt.NDArray[np.uint8],
     metadata: npt.NDArray[np.uint8],
     head_dim: int,

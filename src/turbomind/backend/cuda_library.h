@@ -28,6 +28,7 @@ inline DeviceCapability CudaCapability(int sm) {
           .generation = "SM " + std::to_string(sm),
           .default_batch_size = 128,
           .default_step_tokens = 8192,
+          .step_cost_tokens = 128,
           .max_logit_rows = 128,
           .ffn_rows = 2048,
           .reserves_lazily = false,
@@ -62,7 +63,6 @@ struct CudaLibrary {
   const char* stamp;
   // Empty if there is no GPU, or no driver for it.
   void (*list)(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept;
-  int64_t (*free_bytes)(int gpu, std::string* why) noexcept;  // -1 on failure
   // The caller deletes the device. Null on failure.
   Device* (*make_device)(int gpu, const CudaDeviceOptions& options, std::string* why) noexcept;
 };

@@ -132,16 +132,6 @@ std::vector<CudaDeviceInfo> CudaDevices(std::string* why_none) {
   return gpus;
 }
 
-int64_t CudaFreeBytes(int ordinal) {
-  const std::lock_guard lock(Mutex());
-  std::string why;
-  const int64_t bytes = LibraryFor(ordinal).free_bytes(ordinal, &why);
-  if (bytes < 0) {
-    ThrowUnusable(OfGpu(ordinal, why));
-  }
-  return bytes;
-}
-
 std::shared_ptr<Device> MakeCudaDevice(int ordinal, const CudaDeviceOptions& options) {
   const std::lock_guard lock(Mutex());
   std::string why;

@@ -18,10 +18,6 @@ namespace turbomind {
 // one line (no library, wrong version, no driver, old driver, no GPU). Allocates no GPU memory.
 std::vector<CudaDeviceInfo> CudaDevices(std::string* why_none = nullptr);
 
-// Returns the free bytes of the whole GPU, shared by all processes. Throws InvalidArgument like
-// MakeCudaDevice.
-int64_t CudaFreeBytes(int ordinal);
-
 // Makes a device. `ordinal` is an index into CudaDevices(). Throws InvalidArgument, in one line, if
 // the GPU cannot be used.
 std::shared_ptr<Device> MakeCudaDevice(int ordinal, const CudaDeviceOptions& options);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/backend/cpu/cpu_codec_rows.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
 #include "turbomind/bindings/bindings.h"
@@ -66,7 +67,7 @@ py::tuple Encode(const py::object& format, const Array<float>& rows, const std::
     throw InvalidArgument("rows has " + std::to_string(rows.ndim()) +
                           " dimensions, but must be [n, head_dim].");
   }
-  RowShape shape = Shape(ToKvFormat("mode", format), dtype, rows.shape(0), rows.shape(1));
+  RowShape shape = Shape(ToKvFormat("format", format), dtype, rows.shape(0), rows.shape(1));
   shape.rows.global_scale = global_scale;
   shape.rows.search = search;
   const CpuKvKernels kernels = Kernels(isa);
@@ -109,7 +110,7 @@ Array<float> Decode(const Array<uint8_t>& payload, const Array<uint8_t>& metadat
 }  // namespace
 
 void DefCodecs(py::module_& module) {
-  module.def("encode_rows", &Encode, py::arg("mode"), py::arg("rows"), py::arg("dtype"),
+  module.def("encode_rows", &Encode, py::arg("format"), py::arg("rows"), py::arg("dtype"),
              py::arg("global_scale") = 1.f, py::arg("isa") = "", py::kw_only(),
              py::arg("search") = false);
   module.def(
@@ -117,9 +118,9 @@ void DefCodecs(py::module_& module) {
       [](const py::object& format, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,
          int64_t head_dim, const std::string& dtype, float global_scale, const std::string& isa) {
         return Decode(payload, metadata, head_dim,
-                      {ToKvFormat("mode", format), dtype, global_scale, isa});
+                      {ToKvFormat("format", format), dtype, global_scale, isa});
       },
-      py::arg("mode"), py::arg("payload"), py::arg("metadata"), py::arg("head_dim"),
+      py::arg("format"), py::arg("payload"), py::arg("metadata"), py::arg("head_dim"),
       py::arg("dtype"), py::arg("global_scale") = 1.f, py::arg("isa") = "");
 }
 

@@ -54,6 +54,7 @@ void DefDevices(py::module_& m) {
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)
       .def_property_readonly("gemm_backend", &Device::gemm_backend)
+      .def_property_readonly("free_bytes", &Device::free_bytes)
       .def_property_readonly("capability", &Device::capability);
   m.def(
       "make_cpu_device",
@@ -77,7 +78,6 @@ void DefDevices(py::module_& m) {
         return std::pair(std::move(gpus), std::move(why));
       },
       release());
-  m.def("cuda_free_bytes", &CudaFreeBytes, py::arg("ordinal"), release());
   m.def(
       "make_cuda_device",
       [](int ordinal, bool deterministic, int num_threads, std::vector<std::string> cublas_lt) {
@@ -90,9 +90,9 @@ void DefDevices(py::module_& m) {
   m.def(
       "kv_cache_conversion",
       [](const py::object& format, const DeviceCapability& device) {
-        return std::string(KvCacheConversion(ToKvFormat("mode", format), device));
+        return std::string(KvCacheConversion(ToKvFormat("format", format), device));
       },
-      py::arg("mode"), py::arg("capability") = DeviceCapability());
+      py::arg("format"), py::arg("capability") = DeviceCapability());
 }
 
 }  // namespace turbomind

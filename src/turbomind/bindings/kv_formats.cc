@@ -42,18 +42,17 @@ auto WithPolicy(const py::object& value, F fn) {
     const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);
     if (text == nullptr) {
       PyErr_Clear();
-      throw InvalidArgument("quant_policy is not valid Unicode text. Use 0, 4, 8, 16 or a name.");
+      RefuseQuantPolicy("text that is not valid Unicode");
     }
     return fn(std::string_view(text, static_cast<size_t>(size)));
   }
   if (py::isinstance<py::bool_>(value) || !py::isinstance<py::int_>(value)) {
-    throw InvalidArgument(std::string("quant_policy has type ") + Py_TYPE(value.ptr())->tp_name +
-                          ". Use an integer or a format name.");
+    RefuseQuantPolicy(std::string("of type ") + Py_TYPE(value.ptr())->tp_name);
   }
   int overflow = 0;
   const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
   if (overflow != 0 || number < INT32_MIN || number > INT32_MAX) {
-    throw InvalidArgument("quant_policy is an integer of more than 32 bits. Use 0, 4, 8 or 16.");
+    RefuseQuantPolicy("an integer of more than 32 bits");
   }
   return fn(static_cast<int>(number));
 }
@@ -91,6 +90,7 @@ void DefKvFormats(py::module_& m) {
                              })
       .def_readonly("bits", &KvFormatInfo::bits)
       .def_readonly("group", &KvFormatInfo::group)
+      .def_property_readonly("is_fp4", [](const KvFormatInfo& self) { return IsFp4(self.format); })
       .def_readonly("has_global_scale", &KvFormatInfo::has_global_scale)
       .def_readonly("max_value", &KvFormatInfo::max_value)
       .def_readonly("description", &KvFormatInfo::description);

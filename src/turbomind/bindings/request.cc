@@ -82,6 +82,14 @@ void SetTokenMask(Request& request, const py::object& fn) {
   request.token_mask = PyTokenMask(fn);
 }
 
+void SetCacheSalt(Request& request, const py::bytes& salt) {
+  const std::string bytes = salt;
+  if (bytes.size() != sizeof(CacheSalt)) {
+    throw InvalidArgument("cache_salt must have 16 bytes");
+  }
+  std::memcpy(request.cache_salt.data(), bytes.data(), sizeof(CacheSalt));
+}
+
 // Returns [n, vocab] as a view of the output's memory. The array keeps the output alive.
 py::object GetLogits(const py::object& self) {
   auto& output = self.cast<RequestOutput&>();
@@ -109,6 +117,7 @@ void DefRequest(py::module_& m) {
   request.def(py::init<>())
       .def_readwrite("id", &Request::id)
       .def_readwrite("prompt", &Request::prompt)
+      .def_readwrite("priority", &Request::priority)
       .def_readwrite("max_new_tokens", &Request::max_new_tokens)
       .def_readwrite("min_new_tokens", &Request::min_new_tokens)
       .def_readwrite("ignore_eos", &Request::ignore_eos)
@@ -116,7 +125,14 @@ void DefRequest(py::module_& m) {
       .def_readwrite("stop_sequences", &Request::stop_sequences)
       .def_readwrite("bad_sequences", &Request::bad_sequences)
       .def_readwrite("num_prompt_logprobs", &Request::num_prompt_logprobs)
-      .def_property("token_mask", &GetTokenMask, &SetTokenMask);
+      .def_property("token_mask", &GetTokenMask, &SetTokenMask)
+      .def_property(
+          "cache_salt",
+          [](const Request& self) {
+            return py::bytes(reinterpret_cast<const char*>(self.cache_salt.data()),
+                             sizeof(CacheSalt));
+          },
+          &SetCacheSalt);
   DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
   DefSampling(request, "do_sample", &SamplingParams::do_sample);
   DefSampling(request, "temperature", &SamplingParams::temperature);

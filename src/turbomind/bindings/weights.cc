@@ -13,6 +13,7 @@
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
+#include "turbomind/core/mapped_file.h"
 
 namespace py = pybind11;
 
@@ -164,9 +165,19 @@ struct PyWeightsBuilder {
   }
 };
 
+// The array's object keeps the memory mapped; Python destroys MappedFile before it.
+std::unique_ptr<MappedFile> MakeMappedFile(const py::buffer& bytes, std::string name) {
+  const py::buffer_info info = bytes.request();
+  return std::make_unique<MappedFile>(info.ptr, static_cast<size_t>(info.size * info.itemsize),
+                                      std::move(name));
+}
+
 }  // namespace
 
 void DefWeights(py::module_& m) {
+  py::class_<MappedFile>(m, "MappedFile")
+      .def(py::init(&MakeMappedFile), py::arg("bytes"), py::arg("name"));
+  m.def("check_mapped_file", [](const py::buffer& bytes) { CheckMappedFile(bytes.request().ptr); });
   py::class_<Weights, std::shared_ptr<Weights>>(m, "Weights")
       .def_property_readonly("num_bytes", &Weights::num_bytes);
   py::class_<PyWeightsBuilder>(m, "WeightsBuilder")

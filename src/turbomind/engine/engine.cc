@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/core/mapped_file.h"
 #include "turbomind/engine/engine_state.h"
 #include "turbomind/engine/output_list.h"
 #include "turbomind/ops/rope.h"
@@ -96,7 +97,8 @@ struct Engine::Impl {
   bool TakeRequests();  // returns true if a request was cancelled
   void EndCancelled();
   void Step();
-  bool HasQuantized() const;  // true if a queue's length changed since UpdateStats
+  void CheckMappedFiles() const;  // throws if the step may have read zeros instead of weights
+  bool HasQuantized() const;      // true if a queue's length changed since UpdateStats
   void EndAll(FinishReason reason, const std::string& error);
   void End(const Sequence* sequence);
   void Publish(Sequence& sequence);
@@ -333,6 +335,7 @@ void Engine::Impl::Step() {
         {.tokens = batch.tokens.data(), .batch = batch.Views(), .rows = state->generation.rows()});
     state->scheduler.StepDone();
     state->generation.Run(state->decoder);
+    CheckMappedFiles();
     ++totals.num_steps;
     for (Sequence* sequence : batch.sequences) {
       totals.generated_tokens += static_cast<int64_t>(sequence->output.tokens.size());
@@ -347,6 +350,10 @@ void Engine::Impl::Step() {
     }
   }
   UpdateStats();
+}
+
+void Engine::Impl::CheckMappedFiles() const {
+  std::ranges::for_each(state->weights->in_place, CheckMappedFile);
 }
 
 // Removes the sequence from the scheduler. Its last output carries the reason.

@@ -19,8 +19,8 @@ void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& c
     return !values.empty();
   };
   const bool has_mean = per_layer("K means", calibration.k_mean);
-  const bool has_scales[] = {per_layer("K factors", calibration.k_scales),
-                             per_layer("V factors", calibration.v_scales)};
+  const bool has_scales[] = {per_layer("K scales", calibration.k_scales),
+                             per_layer("V scales", calibration.v_scales)};
   for (int i = 0; i < num_layers; ++i) {
     const auto layer = static_cast<size_t>(i);
     if (has_mean) {
@@ -73,12 +73,16 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
 
 EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                          const MemoryPlan& plan, int64_t free_bytes,
-                         std::shared_ptr<const Weights> weights, std::shared_ptr<Device> target)
+                         std::shared_ptr<const Weights> model_weights,
+                         std::shared_ptr<Device> target)
     : device(std::move(target)),
+      weights(std::move(model_weights)),
       cache_config(SupportedCacheConfig(model, config, *device)),
       cache(*device, cache_config, PlanBlocks(model, config, free_bytes, device->capability())),
       manager(cache, config.enable_prefix_caching),
-      scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
+      scheduler({config.max_batch_size, StepTokens(config),
+                 EstimateStepCost(model, device->capability())},
+                manager, cache.groups()),
       statistics(MakeStatistics(model, config, *device)),
       decoder({.model = model,
                .layers = LayerCaches(model, config, cache),
@@ -86,7 +90,7 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                .search_scales = config.kv_quality.search_scales,
                .limits = PlanStep(config, device->capability()),
                .statistics = statistics.get()},
-              std::move(weights), *device),
+              weights, *device),
       generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {}
 
 }  // namespace turbomind

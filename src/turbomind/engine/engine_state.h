@@ -24,12 +24,13 @@ struct EngineState {
   // for a cache that the device has no kernels for, and for statistics that it cannot collect.
   // Throws std::bad_alloc if memory is short.
   EngineState(const ModelConfig& model, const EngineConfig& config, const MemoryPlan& plan,
-              int64_t free_bytes, std::shared_ptr<const Weights> weights,
+              int64_t free_bytes, std::shared_ptr<const Weights> model_weights,
               std::shared_ptr<Device> target);
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
 
   const std::shared_ptr<Device> device;
+  const std::shared_ptr<const Weights> weights;
   const KvCacheConfig cache_config;
   KvCache cache;
   SequenceManager manager;

@@ -145,8 +145,8 @@ void RequireKernels(const ModelConfig& model, const EngineConfig& config, const 
 }
 
 int StepTokens(const EngineConfig& config) {
-  const int64_t max_value = int64_t{config.max_batch_size} * config.session_len;
-  return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, max_value));
+  const int64_t max_tokens = int64_t{config.max_batch_size} * config.session_len;
+  return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, max_tokens));
 }
 
 StepLimits PlanStep(const EngineConfig& config, const DeviceCapability& device) {
@@ -205,15 +205,15 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
   const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, device);
-  const std::vector<int64_t> min_value = BlocksForSequences(
+  const std::vector<int64_t> needed = BlocksForSequences(
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
-  if (!HasRoom(blocks, min_value)) {
+  if (!HasRoom(blocks, needed)) {
     throw InvalidArgument(
         "The KV cache does not hold one sequence of one block. cache_max_entry_count is " +
         std::to_string(config.cache_max_entry_count) + " of " + std::to_string(free_bytes) +
         " free bytes, of which a step needs " + std::to_string(StepBytes(model, config, device)) +
         " bytes (--max-prefill-token-num). Such a sequence needs " +
-        std::to_string(PoolBytes(groups, min_value)) + " bytes. Raise --cache-max-entry-count.");
+        std::to_string(PoolBytes(groups, needed)) + " bytes. Raise --cache-max-entry-count.");
   }
   MemoryPlan plan;
   plan.reserved_bytes = PoolBytes(groups, blocks);

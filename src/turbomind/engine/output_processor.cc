@@ -86,9 +86,9 @@ void OutputProcessor::Begin(const Batch& batch) {
 }
 
 void OutputProcessor::Run(Decoder& decoder) {
-  const auto max_value = static_cast<size_t>(decoder.max_logit_rows());
-  for (size_t first = 0; first < rows_.size(); first += max_value) {
-    const size_t count = std::min(max_value, rows_.size() - first);
+  const auto max_rows = static_cast<size_t>(decoder.max_logit_rows());
+  for (size_t first = 0; first < rows_.size(); first += max_rows) {
+    const size_t count = std::min(max_rows, rows_.size() - first);
     const std::span<Row> rows = std::span(rows_).subspan(first, count);
     decoder.ComputeLogits(static_cast<int>(first), static_cast<int>(count));
     ArgMaxOnDevice(rows, decoder);

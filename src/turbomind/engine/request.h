@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/kv/block_trie.h"
 #include "turbomind/ops/sampling_params.h"
 
 namespace turbomind {
@@ -22,10 +23,12 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 struct Request : SamplingRequest {
   uint64_t id = 0;  // unique; set by the caller
   std::vector<int32_t> prompt;
+  int priority = 0;        // lower values are served earlier (scheduler.h)
   int max_new_tokens = 0;  // 0: only run the prompt (log-probabilities, logits)
   bool ignore_eos = false;
   int num_prompt_logprobs = -1;  // like num_logprobs, for prompt tokens
   LogitsOutput logits_output = LogitsOutput::kNone;
+  CacheSalt cache_salt = {};  // requests share cached prefixes only if their salts are equal
   std::atomic<bool> cancelled = false;
 };
 

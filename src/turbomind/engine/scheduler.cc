@@ -5,12 +5,34 @@
 #include <algorithm>
 #include <ranges>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
+namespace {
+
+// The prompts' part of a step is 15/16 of what the step costs without them. The rest is left for
+// errors of the estimate.
+constexpr int64_t kPromptSixteenths = 15;
+constexpr int64_t kFullSteps = 4;
+constexpr int64_t kWholeBudget = 1 << 10;  // the unit of Sequence::share_owed
+
+uint64_t ArrivalOf(const std::unique_ptr<Sequence>& sequence) { return sequence->arrival; }
+
+std::pair<int, uint64_t> OrderOf(const std::unique_ptr<Sequence>& sequence) {
+  return {sequence->request->priority, sequence->arrival};
+}
+
+// Inserts a sequence into a queue in the order of service.
+void Insert(std::deque<std::unique_ptr<Sequence>>& queue, std::unique_ptr<Sequence> sequence) {
+  const auto place = std::ranges::upper_bound(queue, OrderOf(sequence), {}, &OrderOf);
+  queue.insert(place, std::move(sequence));
+}
+
+}  // namespace
 
 Scheduler::Scheduler(const SchedulerConfig& config, SequenceManager& manager,
                      const std::vector<LayerGroup>& groups)
@@ -21,12 +43,13 @@ Scheduler::Scheduler(const SchedulerConfig& config, SequenceManager& manager,
       promised_(static_cast<size_t>(manager.num_pools())) {
   Check(config_.max_batch_size > 0 && config_.max_step_tokens > 0,
         "max_batch_size and max_step_tokens must be positive");
+  order_.reserve(static_cast<size_t>(config_.max_batch_size));
 }
 
 void Scheduler::Add(std::unique_ptr<Sequence> sequence) {
-  Check(waiting_.empty() || waiting_.back()->arrival < sequence->arrival,
-        "sequences must be added in order of arrival");
-  waiting_.push_back(std::move(sequence));
+  Check(next_arrival_ <= sequence->arrival, "sequences must be added in order of arrival");
+  next_arrival_ = sequence->arrival + 1;
+  Insert(waiting_, std::move(sequence));
 }
 
 const Batch& Scheduler::Plan() {
@@ -34,69 +57,159 @@ const Batch& Scheduler::Plan() {
   for (auto& sequence : running_) {
     sequence->num_planned = 0;
   }
-  int64_t budget = config_.max_step_tokens;
+  tokens_left_ = config_.max_step_tokens;
   const int64_t preemptions_before = stats_.num_preemptions;
-  for (const bool decode : {true, false}) {
-    // Uses indices, because planning a sequence may preempt the newest ones at the end of the
-    // queue.
-    for (size_t i = 0; i < running_.size(); ++i) {
-      Sequence& sequence = *running_[i];
-      if ((sequence.num_missing() == 1) == decode) {
-        budget -= PlanRunning(sequence, budget);
-      }
-    }
-  }
+  const int64_t decode_cost = PlanDecode();
   if (stats_.num_preemptions == preemptions_before) {
-    budget -= Admit(budget);
+    Admit();
   }
+  PlanPrompts(decode_cost);
   Build();
   Check(!batch_.empty() || (waiting_.empty() && running_.empty()),
         "at least one sequence must be able to run");
   return batch_;
 }
 
-int64_t Scheduler::PlanRunning(Sequence& sequence, int64_t budget) {
-  const int64_t wanted = std::min(budget, sequence.num_missing());
-  if (wanted <= 0) {
-    return 0;
-  }
-  const uint64_t id = sequence.request->id;
-  while (!manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + wanted)) {
-    const bool is_newest = running_.back().get() == &sequence;
-    PreemptNewest();
-    if (is_newest) {
-      return 0;
+int64_t Scheduler::PlanDecode() {
+  order_.clear();
+  for (const auto& sequence : running_) {
+    if (sequence->num_missing() == 1) {
+      order_.push_back(sequence.get());
     }
   }
-  sequence.num_planned = wanted;
-  return wanted;
+  int64_t cost = config_.cost.step;
+  num_decode_ = 0;
+  for (size_t i = 0; i < order_.size(); ++i) {  // PlanTokens changes entries
+    Sequence* sequence = order_[i];
+    if (sequence != nullptr && PlanTokens(*sequence, 1)) {
+      const int64_t computed = sequence->num_computed;
+      cost += config_.cost.Chunk(groups_, computed, computed + 1) + config_.cost.logits;
+      ++num_decode_;
+    }
+  }
+  return cost;
 }
 
-void Scheduler::PreemptNewest() {
-  std::unique_ptr<Sequence> sequence = std::move(running_.back());
-  running_.pop_back();
+Sequence* Scheduler::SortPrompts() {
+  order_.clear();
+  Sequence* oldest = nullptr;
+  for (const auto& sequence : running_) {
+    if (sequence->num_planned == 0) {
+      order_.push_back(sequence.get());
+      if (oldest == nullptr || sequence->arrival < oldest->arrival) {
+        oldest = sequence.get();
+      }
+    }
+  }
+  const auto key = [](const Sequence* sequence) {
+    return std::tuple(sequence->request->priority, sequence->num_missing(), sequence->arrival);
+  };
+  std::ranges::sort(order_, {}, key);
+  return oldest;
+}
+
+int64_t Scheduler::PromptBudget(int64_t decode_cost) const {
+  if (num_decode_ == 0) {
+    return kFullSteps * (config_.cost.step + config_.max_step_tokens * config_.cost.token);
+  }
+  const auto num_prompts = static_cast<int64_t>(order_.size());
+  const int64_t share = decode_cost * kPromptSixteenths / 16;
+  return std::max<int64_t>(share * std::max<int64_t>(num_prompts, num_decode_) / num_decode_, 1);
+}
+
+void Scheduler::PlanPrompts(int64_t decode_cost) {
+  Sequence* oldest = SortPrompts();
+  if (oldest == nullptr) {
+    return;
+  }
+  const int64_t budget = PromptBudget(decode_cost);
+  oldest->share_owed = std::min(oldest->share_owed + kWholeBudget / kAgingSteps, kWholeBudget);
+  if (oldest->share_owed == kWholeBudget) {
+    const auto found = std::ranges::find(order_, oldest);
+    std::rotate(order_.begin(), found, found + 1);
+  }
+  int64_t spent = 0;
+  int64_t ended = 0;  // the part of prompts that end in this step
+  for (size_t i = 0; i < order_.size() && tokens_left_ > 0; ++i) {
+    Sequence* sequence = order_[i];
+    if (sequence == nullptr) {
+      continue;  // preempted by PlanTokens
+    }
+    const int64_t begin = sequence->num_computed;
+    const int64_t max_tokens = std::min(sequence->num_missing(), tokens_left_);
+    const int64_t min_tokens = std::min(kMinChunk, max_tokens);
+    int64_t num_tokens = config_.cost.TokensFor(groups_, begin, max_tokens, budget - spent);
+    const bool ends = num_tokens == sequence->num_missing();
+    if (!ends && num_decode_ == 0 && ended > 0) {
+      const int64_t rest = std::min(budget, ended + config_.cost.step + ended) - spent;
+      num_tokens = config_.cost.TokensFor(groups_, begin, max_tokens, rest);
+    }
+    if (num_tokens < min_tokens && spent > 0) {
+      continue;
+    }
+    num_tokens = std::max(num_tokens, min_tokens);
+    if (!PlanTokens(*sequence, num_tokens)) {
+      continue;
+    }
+    const int64_t cost = config_.cost.Chunk(groups_, begin, begin + num_tokens);
+    spent += cost;
+    ended += ends ? cost : 0;
+    sequence->share_owed =
+        std::max<int64_t>(sequence->share_owed - cost * kWholeBudget / budget, 0);
+  }
+}
+
+bool Scheduler::PlanTokens(Sequence& sequence, int64_t num_tokens) {
+  const uint64_t id = sequence.request->id;
+  while (!manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + num_tokens)) {
+    if (Preempt() == &sequence) {
+      return false;
+    }
+  }
+  sequence.num_planned = num_tokens;
+  tokens_left_ -= num_tokens;
+  return true;
+}
+
+const Sequence* Scheduler::Preempt() {
+  Check(running_.size() > 1, "a sequence must be able to run alone");
+  const auto oldest = std::ranges::min_element(running_, {}, &ArrivalOf);
+  const auto victim = std::prev(running_.end(), oldest == std::prev(running_.end()) ? 2 : 1);
+  std::unique_ptr<Sequence> sequence = std::move(*victim);
+  running_.erase(victim);
   manager_.FreeDataAndScaleBlocks(sequence->request->id);
+  if (sequence->num_planned == 1 && sequence->num_missing() == 1) {
+    --num_decode_;
+  }
   sequence->num_computed = 0;
   sequence->num_planned = 0;
-  waiting_.push_front(std::move(sequence));
+  Sequence* preempted = sequence.get();
+  std::ranges::replace(order_, preempted, nullptr);
+  Insert(waiting_, std::move(sequence));
   ++stats_.num_preemptions;
+  return preempted;
 }
 
-// Starts waiting sequences while there is room. Returns the number of tokens planned for them.
-int64_t Scheduler::Admit(int64_t budget) {
-  const int max_value = std::min(config_.max_batch_size, config_.max_step_tokens);
-  int64_t used = 0;
-  while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < max_value) {
-    Sequence& sequence = *waiting_.front();
+Scheduler::Queue::iterator Scheduler::NextToAdmit() {
+  return num_overtakes_ + 1 < kAgingSteps ? waiting_.begin()
+                                          : std::ranges::min_element(waiting_, {}, &ArrivalOf);
+}
+
+// Starts waiting sequences while there is room. PlanPrompts plans their tokens.
+void Scheduler::Admit() {
+  const auto max_running =
+      static_cast<size_t>(std::min(config_.max_batch_size, config_.max_step_tokens));
+  while (!waiting_.empty() && running_.size() < max_running) {
+    const auto next = NextToAdmit();
+    Sequence& sequence = **next;
     const uint64_t id = sequence.request->id;
     CountPromised();
-    sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache());
-    const int64_t wanted = std::min(budget - used, sequence.num_missing());
-    if (AwaitsPrefix(sequence) || !Fits(sequence) ||
-        !manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + wanted)) {
+    sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache(),
+                                            sequence.request->cache_salt);
+    if (AwaitsPrefix(sequence) || !Fits(sequence)) {
       manager_.FreeDataAndScaleBlocks(id);
       sequence.num_computed = 0;
-      return used;
+      return;
     }
     if (!sequence.was_admitted) {
       sequence.was_admitted = true;
@@ -106,28 +219,28 @@ int64_t Scheduler::Admit(int64_t budget) {
       stats_.prefix_hit_tokens += sequence.num_computed;
       stats_.prefix_cut_tokens += manager_.num_cut(id);
     }
-    sequence.num_planned = wanted;
-    used += wanted;
-    running_.push_back(std::move(waiting_.front()));
-    waiting_.pop_front();
+    const bool overtakes = std::ranges::any_of(
+        waiting_, [&](const auto& other) { return other->arrival < sequence.arrival; });
+    num_overtakes_ = overtakes ? num_overtakes_ + 1 : 0;
+    std::unique_ptr<Sequence> admitted = std::move(*next);
+    waiting_.erase(next);
+    Insert(running_, std::move(admitted));
   }
-  return used;
 }
 
 // Returns the blocks that a sequence will still need until all its tokens are computed.
-int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
-  return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(),
-                               config_.max_step_tokens);
+int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool, int64_t chunk) const {
+  return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(), chunk);
 }
 
-// Computes, by pool, the blocks that running sequences will still need for their prompts. A step's
-// chunk is not added per sequence in 16-bit pools: while the step has room for another sequence, it
-// contains all tokens of the running ones, and these have their slots.
+// Computes, by pool, the blocks that running sequences will still need for their prompts. All
+// sequences share the tokens of a step, so only the sequence to be admitted (Fits) counts with the
+// largest chunk.
 void Scheduler::CountPromised() {
   std::fill(promised_.begin(), promised_.end(), 0);
   for (const auto& sequence : running_) {
     for (size_t pool = 0; pool < promised_.size(); ++pool) {
-      promised_[pool] += BlocksToCome(*sequence, static_cast<int>(pool));
+      promised_[pool] += BlocksToCome(*sequence, static_cast<int>(pool), 1);
     }
   }
 }
@@ -143,7 +256,8 @@ bool Scheduler::Fits(const Sequence& sequence) const {
   }
   for (size_t pool = 0; pool < promised_.size(); ++pool) {
     const BlockCounts counts = manager_.counts(static_cast<int>(pool));
-    const int64_t needed = BlocksToCome(sequence, static_cast<int>(pool)) + promised_[pool];
+    const int64_t needed =
+        BlocksToCome(sequence, static_cast<int>(pool), config_.max_step_tokens) + promised_[pool];
     if (needed > counts.free + counts.cached) {
       return false;
     }
@@ -152,7 +266,7 @@ bool Scheduler::Fits(const Sequence& sequence) const {
 }
 
 // Returns whether a created sequence should wait for the prefix cache. It waits for whole blocks
-// that it shares with a running sequence and that this step computes. If they turn out to be
+// that it shares with a running sequence and that are still to be computed. If they turn out to be
 // unusable, it does not wait again.
 bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
   if (!UsesPrefixCache(sequence)) {
@@ -160,22 +274,27 @@ bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
   }
   const int64_t length = manager_.block_seq_len();
   const auto whole = [length](int64_t num_tokens) { return num_tokens / length * length; };
-  const int64_t min_value = sequence.num_computed + CeilDiv(sequence.num_missing(), int64_t{2});
+  const int64_t min_shared = sequence.num_computed + CeilDiv(sequence.num_missing(), int64_t{2});
+  const auto shares = [&](const auto& other) {
+    return other->request->cache_salt == sequence.request->cache_salt;
+  };
   const auto brings = [&](const auto& other) {
+    if (!shares(other)) {
+      return false;
+    }
     // The last token of a prompt is always computed.
-    const int64_t end =
-        std::min(sequence.num_tokens() - 1, other->num_computed + other->num_planned);
-    if (whole(end) < min_value || whole(end) <= whole(other->num_computed)) {
+    const int64_t end = std::min(sequence.num_tokens() - 1, other->num_tokens());
+    if (whole(end) < min_shared || whole(end) <= whole(other->num_computed)) {
       return false;
     }
     const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(end));
     const auto differ = std::ranges::mismatch(tokens, other->tokens).in1;
     const int64_t shared = whole(differ - tokens.begin());
-    return shared >= min_value && shared > whole(other->num_computed);
+    return shared >= min_shared && shared > whole(other->num_computed);
   };
-  const auto beginning = std::span(sequence.tokens).first(static_cast<size_t>(min_value));
+  const auto beginning = std::span(sequence.tokens).first(static_cast<size_t>(min_shared));
   const auto is_alike = [&](const auto& other) {
-    return std::ranges::mismatch(beginning, other->tokens).in1 == beginning.end();
+    return shares(other) && std::ranges::mismatch(beginning, other->tokens).in1 == beginning.end();
   };
   return std::ranges::any_of(running_, brings) &&
          std::ranges::all_of(waiting_ | std::views::take(config_.max_batch_size), is_alike);

@@ -19,11 +19,12 @@ namespace turbomind {
 //  3. `output` collects the results of the current step; the engine empties it after each step.
 struct Sequence {
   std::shared_ptr<Request> request;
-  uint64_t arrival = 0;  // order of Submit: first come, first served
+  uint64_t arrival = 0;  // order of Submit
   std::vector<int32_t> tokens;
   int64_t num_prompt = 0;
   int64_t num_computed = 0;  // tokens whose K and V are in the cache
   int64_t num_planned = 0;   // new tokens in the current step
+  int64_t share_owed = 0;    // what the scheduler owes it as the oldest prompt
   bool was_admitted = false;
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent

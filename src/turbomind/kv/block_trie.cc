@@ -1,6 +1,7 @@
 #include "turbomind/kv/block_trie.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "turbomind/core/check.h"
@@ -15,6 +16,16 @@ struct TokenOrder {
     return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
   }
 };
+
+constexpr size_t kSaltTokens = sizeof(CacheSalt) / sizeof(int32_t);
+
+// Returns the key of the first block: the salt and its tokens.
+std::vector<int32_t> FirstKey(std::span<const int32_t> tokens, const CacheSalt& salt) {
+  std::vector<int32_t> key(kSaltTokens + tokens.size());
+  std::memcpy(key.data(), salt.data(), sizeof(CacheSalt));
+  std::copy(tokens.begin(), tokens.end(), key.begin() + kSaltTokens);
+  return key;
+}
 
 }  // namespace
 
@@ -54,11 +65,13 @@ BlockTrie::Node* BlockTrie::Child(Node* parent, std::span<const int32_t> key) co
   return place == parent->children.end() ? nullptr : place->second.get();
 }
 
-std::vector<std::vector<int>> BlockTrie::Find(std::span<const int32_t> tokens) const {
+std::vector<std::vector<int>> BlockTrie::Find(std::span<const int32_t> tokens,
+                                              const CacheSalt& salt) const {
   std::vector<std::vector<int>> path;
   Node* node = root_.get();
   for (size_t i = 0; i + block_seq_len_ <= tokens.size(); i += block_seq_len_) {
-    node = Child(node, tokens.subspan(i, block_seq_len_));
+    const auto block = tokens.subspan(i, block_seq_len_);
+    node = i == 0 ? Child(node, FirstKey(block, salt)) : Child(node, block);
     if (!node) {
       break;
     }
@@ -68,20 +81,22 @@ std::vector<std::vector<int>> BlockTrie::Find(std::span<const int32_t> tokens) c
 }
 
 std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
-                                         const std::vector<std::vector<int32_t>>& tables) {
+                                         const std::vector<std::vector<int32_t>>& tables,
+                                         const CacheSalt& salt) {
   std::vector<PoolBlock> entered;
   Node* node = root_.get();
   for (size_t i = 0; (i + 1) * block_seq_len_ <= tokens.size(); ++i) {
-    const auto key = tokens.subspan(i * block_seq_len_, block_seq_len_);
+    const auto block_tokens = tokens.subspan(i * block_seq_len_, block_seq_len_);
+    std::vector<int32_t> key = i == 0
+                                   ? FirstKey(block_tokens, salt)
+                                   : std::vector<int32_t>(block_tokens.begin(), block_tokens.end());
     Node* child = Child(node, key);
     if (!child) {
       auto made = std::make_unique<Node>();
       child = made.get();
       child->parent = node;
       child->blocks.assign(static_cast<size_t>(num_pools_), -1);
-      child->place =
-          node->children.emplace(std::vector<int32_t>(key.begin(), key.end()), std::move(made))
-              .first;
+      child->place = node->children.emplace(std::move(key), std::move(made)).first;
     }
     for (int pool = 0; pool < num_pools_; ++pool) {
       const auto p = static_cast<size_t>(pool);
@@ -209,7 +224,8 @@ void BlockTrie::CheckIntegrity() const {
       }
     }
     for (const auto& [key, child] : node->children) {
-      Check(key.size() == block_seq_len_ && child->parent == node,
+      const size_t salt_size = node == root_.get() ? kSaltTokens : 0;
+      Check(key.size() == salt_size + block_seq_len_ && child->parent == node,
             "a child must hold a whole block and point to its parent");
       pending.push_back(child.get());
     }

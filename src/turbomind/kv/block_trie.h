@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -16,11 +17,16 @@ struct PoolBlock {
   bool operator==(const PoolBlock&) const = default;
 };
 
+// Separates prefix caches. Sequences share blocks only if their salts are equal. Zero is the
+// default.
+using CacheSalt = std::array<uint64_t, 2>;
+
 // The prefix cache. It maps token sequences to the blocks that hold their K and V.
 //
 // A node represents the block_seq_len tokens that follow its parent's tokens. It has one block id
 // per pool, or -1 if that pool has no block: it was evicted, is not quantized yet, or was outside
-// the window when it was committed. Tokens are compared exactly; there is no hash.
+// the window when it was committed. Tokens are compared exactly; there is no hash. The salt is part
+// of the first block's key, so that sequences with different salts have no node in common.
 //
 // Invariants:
 //  1. A block is in at most one node.
@@ -39,12 +45,14 @@ class BlockTrie {
 
   // Returns the block ids of the nodes along `tokens`, as far as they are cached: result[i][pool].
   // A partial last block is ignored.
-  std::vector<std::vector<int>> Find(std::span<const int32_t> tokens) const;
+  std::vector<std::vector<int>> Find(std::span<const int32_t> tokens,
+                                     const CacheSalt& salt = {}) const;
 
   // Inserts tables[pool][i] for the i-th whole block of `tokens` and creates nodes as needed.
   // Existing entries are not replaced, and ids of -1 are skipped. Returns the inserted blocks.
   std::vector<PoolBlock> Insert(std::span<const int32_t> tokens,
-                                const std::vector<std::vector<int32_t>>& tables);
+                                const std::vector<std::vector<int32_t>>& tables,
+                                const CacheSalt& salt = {});
 
   // Removes a block and every block that cannot stay without it (invariant 2). Returns all removed
   // blocks, `block` included. REQUIRES: Contains(block).

@@ -304,7 +304,7 @@ struct Fp4Codec {
   // go to the first candidate.
   static TM_HD int SearchByte(const float* finite, int plain, float global_scale) {
     int best = plain;
-    float min_value = BitsFloat(0x7F800000u);
+    float min_error = BitsFloat(0x7F800000u);
     for (int k = 0; k < Scale::kCandidates; ++k) {
       const int byte = Scale::Candidate(plain, k);
       const float divisor = Scale::Divisor(byte, global_scale);
@@ -315,8 +315,8 @@ struct Fp4Codec {
             finite[i] - Scale::Value(code, static_cast<uint8_t>(byte), global_scale);
         error = error + difference * difference;
       }
-      best = error < min_value ? byte : best;
-      min_value = error < min_value ? error : min_value;
+      best = error < min_error ? byte : best;
+      min_error = error < min_error ? error : min_error;
     }
     return best;
   }

@@ -2,34 +2,30 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "turbomind/core/check.h"
 
 namespace turbomind {
 namespace {
 
-std::string DeviceText(const DeviceCapability& device) {
-  return device.is_cuda ? "a CUDA device of SM " + std::to_string(device.sm) : "the CPU";
-}
+constexpr int kMinSm = 80;  // of the CUDA backend
 
-bool HasFp4(const DeviceCapability& device) { return !device.is_cuda || device.sm >= 80; }
+bool IsTooOld(const DeviceCapability& device) { return device.is_cuda && device.sm < kMinSm; }
 
 // Covers the devices in docs/kv_cache.md, "Formats". A newer device is assumed to have at least the
-// instructions of SM 100.
-bool HasNativeNvFp4(const DeviceCapability& device) { return device.is_cuda && device.sm >= 100; }
-
-void RequireFp4(const std::string& asked, const DeviceCapability& device) {
-  if (!HasFp4(device)) {
-    throw InvalidArgument(
-        "quant_policy " + asked + " needs a CUDA device of SM 80 or higher, but the device is " +
-        DeviceText(device) +
-        ". No quant_policy works there; use device cpu, which supports all of them.");
-  }
+// instructions of the first one that has them.
+bool HasInstructions(KvCacheMode format, const DeviceCapability& device) {
+  const int first_sm = InfoOf(format).hardware_sm;
+  return device.is_cuda && first_sm > 0 && device.sm >= first_sm;
 }
 
-KvCacheMode ResolveFp4(const std::string& asked, const DeviceCapability& device) {
-  RequireFp4(asked, device);
-  return !device.is_cuda || HasNativeNvFp4(device) ? KvCacheMode::kFp4Nv : KvCacheMode::kFp4Mx;
+// Throws InvalidArgument for a CUDA device. `what` is what needs an architecture from `min_sm` on.
+[[noreturn]] void RefuseDevice(const DeviceCapability& device, int min_sm, const std::string& what,
+                               const std::string& advice) {
+  throw InvalidArgument("The CUDA device is SM " + std::to_string(device.sm) + ". It must be SM " +
+                        std::to_string(min_sm) + " or higher for quant_policy " + what + ". " +
+                        advice);
 }
 
 // Calls fn(name) for the canonical name of a row and for its aliases.
@@ -84,30 +80,48 @@ std::string_view Strip(std::string_view text) {
 
 KvCacheMode Resolve(const KvFormatInfo& row, const std::string& asked,
                     const DeviceCapability& device, bool strict_arch) {
+  if (IsFp4(row.format) && IsTooOld(device)) {
+    RefuseDevice(device, kMinSm, asked, "Use --device cpu, which supports every quant_policy.");
+  }
+  const bool slow_nvfp4 = device.is_cuda && !HasInstructions(KvCacheMode::kFp4Nv, device);
   if (row.device_chooses) {
-    return ResolveFp4(asked, device);
+    return slow_nvfp4 ? KvCacheMode::kFp4Mx : KvCacheMode::kFp4Nv;
   }
-  if (row.group > 0) {
-    RequireFp4(asked, device);
-  }
-  if (strict_arch && row.format == KvCacheMode::kFp4Nv && device.is_cuda &&
-      !HasNativeNvFp4(device)) {
-    throw InvalidArgument("quant_policy " + asked +
-                          " with strict_arch=True needs SM 100 or higher, but the device is " +
-                          DeviceText(device) + ". Use mxfp4 or strict_arch=False.");
+  if (strict_arch && row.format == KvCacheMode::kFp4Nv && slow_nvfp4) {
+    RefuseDevice(device, InfoOf(row.format).hardware_sm, asked + " with strict_arch=True",
+                 "Use mxfp4 or strict_arch=False.");
   }
   return row.format;
 }
 
+// Returns "a, b or c": the names of the formats whose row has `member`.
+std::string NamesWith(bool KvFormatInfo::*member) {
+  std::vector<std::string> names;
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    if (InfoOf(format).*member) {
+      names.emplace_back(ToString(format));
+    }
+  }
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 < names.size() ? ", " : " or ") + names[i];
+  }
+  return text;
+}
+
 }  // namespace
+
+void RefuseQuantPolicy(const std::string& shown) {
+  throw InvalidArgument("quant_policy is " + shown + ". It must be " + Alternatives() +
+                        " (--quant-policy).");
+}
 
 const KvFormatInfo& ParseKvFormat(int quant_policy) {
   if (const KvFormatInfo* row = FindPolicy(quant_policy)) {
     return *row;
   }
-  throw InvalidArgument("quant_policy " + std::to_string(quant_policy) +
-                        (quant_policy == 12 ? " (int4 and int8 together)" : "") +
-                        " is not supported. Use " + Alternatives());
+  RefuseQuantPolicy(std::to_string(quant_policy) +
+                    (quant_policy == 12 ? " (int4 and int8 together)" : ""));
 }
 
 const KvFormatInfo& ParseKvFormat(std::string_view text) {
@@ -127,7 +141,7 @@ const KvFormatInfo& ParseKvFormat(std::string_view text) {
   for (char& c : name) {  // one printable line, whatever the user typed
     c = c >= ' ' && c <= '~' ? c : '?';
   }
-  throw InvalidArgument("quant_policy \"" + name + "\" is not supported. Use " + Alternatives());
+  RefuseQuantPolicy('"' + name + '"');
 }
 
 KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device) {
@@ -142,23 +156,21 @@ KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device
 }
 
 const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device) {
-  constexpr int kMinSm = 80;
-  if (device.is_cuda && device.sm < kMinSm) {
+  if (IsTooOld(device)) {
     return "unsupported";
   }
   if (format == KvCacheMode::kNone) {
     return "not needed";
   }
-  const int first_sm = InfoOf(format).hardware_sm;
-  return device.is_cuda && first_sm > 0 && device.sm >= first_sm ? "hardware" : "software";
+  return HasInstructions(format, device) ? "hardware" : "software";
 }
 
 void RequireListedPair(KvCacheMode k, KvCacheMode v) {
   if (!IsListedPair(k, v)) {
-    throw InvalidArgument(std::string("A layer cannot combine KV format ") + ToString(k) +
-                          " for K with " + ToString(v) +
-                          " for V. Change kv_cache_format: use one format for both, or none, "
-                          "int8 or fp8 for K with int4, mxfp4 or nvfp4 for V.");
+    throw InvalidArgument(std::string("kv_cache_format is k=") + ToString(k) + ",v=" + ToString(v) +
+                          ". It must be one format for both, or " +
+                          NamesWith(&KvFormatInfo::pairs_as_k) + " for K with " +
+                          NamesWith(&KvFormatInfo::pairs_as_v) + " for V (--kv-cache-format).");
   }
 }
 

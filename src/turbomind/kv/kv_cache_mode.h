@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstddef>
+#include <string>
 #include <string_view>
 
 #include "turbomind/core/device_capability.h"
@@ -44,6 +45,10 @@ struct KvFormatInfo {
   bool has_global_scale = false;
   float max_value = 0.f;  // largest magnitude at a global scale of 1; 0 without a fixed limit
   int hardware_sm = 0;    // first CUDA architecture with conversion instructions; 0: none has them
+  // A layer may combine K of a format that has pairs_as_k with V of one that has pairs_as_v. Keys
+  // carry most of the error, so they have the wider format.
+  bool pairs_as_k = false;
+  bool pairs_as_v = false;
   const char* description = nullptr;
 };
 
@@ -54,11 +59,13 @@ inline constexpr KvFormatInfo kKvFormats[] = {
      .aliases = {"auto", "bf16", "bfloat16"},
      .quant_policy = 0,
      .bits = 16,
+     .pairs_as_k = true,
      .description = "the model's 16-bit dtype"},
     {.format = KvCacheMode::kInt8,
      .name = "int8",
      .quant_policy = 8,
      .bits = 8,
+     .pairs_as_k = true,
      .description = "8-bit integers, a scale and a zero per token and head"},
     {.format = KvCacheMode::kFp8E4m3,
      .name = "fp8",
@@ -67,6 +74,7 @@ inline constexpr KvFormatInfo kKvFormats[] = {
      .has_global_scale = true,
      .max_value = 448.f,
      .hardware_sm = 89,
+     .pairs_as_k = true,
      .description = "8-bit floats (E4M3), one k_scale and v_scale per layer and head"},
     {.format = KvCacheMode::kFp8E5m2,
      .name = "fp8_e5m2",
@@ -90,11 +98,13 @@ inline constexpr KvFormatInfo kKvFormats[] = {
      .has_global_scale = true,
      .max_value = 6.f * 448.f,
      .hardware_sm = 100,
+     .pairs_as_v = true,
      .description = "4-bit floats (E2M1), an E4M3 scale per 16 values"},
     {.format = KvCacheMode::kInt4,
      .name = "int4",
      .quant_policy = 4,
      .bits = 4,
+     .pairs_as_v = true,
      .description = "4-bit integers, a scale and a zero per token and head"},
     {.format = KvCacheMode::kFp4Mx,
      .name = "mxfp4",
@@ -102,6 +112,7 @@ inline constexpr KvFormatInfo kKvFormats[] = {
      .group = 16,
      .max_value = 6.f * 512.f,
      .hardware_sm = 100,
+     .pairs_as_v = true,
      .description = "4-bit floats (E2M1), a power-of-two scale per 16 values"},
 };
 
@@ -140,6 +151,9 @@ inline constexpr auto kAllKvCacheModes = [] {
 const KvFormatInfo& ParseKvFormat(std::string_view text);
 const KvFormatInfo& ParseKvFormat(int quant_policy);
 
+// Throws InvalidArgument for a quant_policy that is no such text. `shown` describes it.
+[[noreturn]] void RefuseQuantPolicy(const std::string& shown);
+
 // Resolves a quant policy on a device. Throws InvalidArgument for a value other than 0, 4, 8 and
 // 16, or if the device lacks FP4 support. The message names the value and the alternatives.
 KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device);
@@ -154,6 +168,11 @@ KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device
 // values. "unsupported" means that the device cannot use the format.
 const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device);
 
+// Returns whether codes are E2M1 with a scale byte per group, as those that fp4 stands for.
+TM_HD constexpr bool IsFp4(KvCacheMode format) {
+  return format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv;
+}
+
 // Returns the canonical name.
 constexpr const char* ToString(KvCacheMode format) { return InfoOf(format).name; }
 
@@ -161,14 +180,10 @@ constexpr const char* ToString(KvCacheMode format) { return InfoOf(format).name;
 // k_scale or v_scale).
 constexpr bool HasGlobalScale(KvCacheMode format) { return InfoOf(format).has_global_scale; }
 
-// Returns whether a layer may combine these formats for K and V. Both may be equal, or 16-bit or
-// 8-bit keys may be combined with 4-bit values. Keys carry most of the error.
+// Returns whether a layer may store K and V in these formats: one format for both, or a pair that
+// the table allows.
 constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
-  const bool wide =
-      k == KvCacheMode::kNone || k == KvCacheMode::kInt8 || k == KvCacheMode::kFp8E4m3;
-  const bool narrow =
-      v == KvCacheMode::kInt4 || v == KvCacheMode::kFp4Mx || v == KvCacheMode::kFp4Nv;
-  return k == v || (wide && narrow);
+  return k == v || (InfoOf(k).pairs_as_k && InfoOf(v).pairs_as_v);
 }
 
 // Throws InvalidArgument for a pair that is not listed.

@@ -58,11 +58,11 @@ int64_t LayerGroup::Window16BlocksPerSequence(int64_t num_tokens, int64_t chunk)
   const int64_t length = layout.config().block_seq_len;
   const int64_t added = std::min(chunk, num_tokens);
   const int64_t kept = rule.sink_blocks + rule.recent_blocks + 1 + CeilDiv(added, length);
-  int64_t max_value = std::min(CeilDiv(num_tokens, length), kept);
+  int64_t max_blocks = std::min(CeilDiv(num_tokens, length), kept);
   if (window > 0) {
-    max_value = std::min(max_value, CeilDivSum(added, window - 2, length) + 1);
+    max_blocks = std::min(max_blocks, CeilDivSum(added, window - 2, length) + 1);
   }
-  return max_value;
+  return max_blocks;
 }
 
 int64_t LayerGroup::QuantizedBlocksHeld(int64_t num_tokens) const {

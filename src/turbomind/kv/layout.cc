@@ -17,8 +17,8 @@ KvLayerView KvLayerView::Heads(int first, int count) const {
   if (scales != nullptr) {
     heads.scales = Scales(KvSide::kK, 0, first);
   }
-  for (const float*& factors : heads.global_scale) {
-    factors = factors != nullptr ? factors + first : nullptr;
+  for (const float*& head_scales : heads.global_scale) {
+    head_scales = head_scales != nullptr ? head_scales + first : nullptr;
   }
   heads.kv_heads = count;
   return heads;

@@ -98,14 +98,14 @@ std::vector<int64_t> WidenWindow16(const std::vector<LayerGroup>& groups, int64_
   const std::vector<int64_t> wanted = BlocksForSequences(groups, demand.num_running, demand);
   const Wide wanted_bytes = SumBytes(wanted, bytes, groups.size());
   const Wide min_quantized_bytes = SumBytes(one, bytes) - SumBytes(one, bytes, groups.size());
-  const Wide max_value = std::min<Wide>(budget / 4, budget - min_quantized_bytes);
-  if (max_value <= 0) {
+  const Wide max_bytes = std::min<Wide>(budget / 4, budget - min_quantized_bytes);
+  if (max_bytes <= 0) {
     return blocks;
   }
   std::vector<int64_t> wide = blocks;
   for (size_t pool = groups.size(); pool < blocks.size(); ++pool) {
-    const Wide fits = wanted_bytes <= max_value ? Wide{wanted[pool]}
-                                                : Wide{wanted[pool]} * max_value / wanted_bytes;
+    const Wide fits = wanted_bytes <= max_bytes ? Wide{wanted[pool]}
+                                                : Wide{wanted[pool]} * max_bytes / wanted_bytes;
     wide[pool] = std::max(blocks[pool], Saturate(fits));
   }
   const Wide left = budget - SumBytes(wide, bytes, groups.size());
@@ -123,8 +123,8 @@ std::vector<int64_t> Limit(const std::vector<LayerGroup>& groups, std::vector<in
                            const KvDemand& demand) {
   const std::vector<int64_t> needed = BlocksForSequences(groups, demand.max_sequences, demand);
   for (size_t pool = 0; pool < blocks.size(); ++pool) {
-    const int64_t max_value = demand.max_sequences > 0 ? needed[pool] : kMaxBlocks;
-    blocks[pool] = std::clamp<int64_t>(blocks[pool], 0, std::min(max_value, kMaxBlocks));
+    const int64_t max_blocks = demand.max_sequences > 0 ? needed[pool] : kMaxBlocks;
+    blocks[pool] = std::clamp<int64_t>(blocks[pool], 0, std::min(max_blocks, kMaxBlocks));
   }
   return blocks;
 }

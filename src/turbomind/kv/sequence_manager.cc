@@ -41,17 +41,18 @@ SequenceManager::Sequence& SequenceManager::At(uint64_t id) {
   return const_cast<Sequence&>(static_cast<const SequenceManager*>(this)->At(id));
 }
 
-int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt,
-                                bool use_prefix_cache) {
+int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt, bool use_prefix_cache,
+                                const CacheSalt& salt) {
   Check(!prompt.empty(), "a prompt must have tokens");
   Check(!Contains(id), "a sequence id must be used only once");
   Sequence sequence;
+  sequence.salt = salt;
   sequence.tables.resize(managers_.size());
   sequence.unquantized.resize(cache_.groups().size());
   sequence.blocks_to_quantize.resize(cache_.groups().size());
   if (enable_prefix_caching_ && use_prefix_cache) {
     // The last token is always computed because its logits are needed.
-    const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1));
+    const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1), salt);
     const PrefixHit hit = FindPrefixHit(cache_.groups(), path);
     sequence.num_written = hit.num_blocks * cache_.block_seq_len();
     sequence.num_cut = (hit.num_found - hit.num_blocks) * cache_.block_seq_len();
@@ -131,15 +132,15 @@ int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
     return std::min(needed, layers.BlocksPerSequence(num_tokens, chunk));
   }
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool - cache_.num_groups())];
-  const int64_t max_value = layers.Window16BlocksPerSequence(num_tokens, chunk);
+  const int64_t max_blocks = layers.Window16BlocksPerSequence(num_tokens, chunk);
   if (layers.window > 0) {
-    return std::min(needed, max_value);
+    return std::min(needed, max_blocks);
   }
   // The sequence keeps the sinks that it already has. It releases recent blocks as new ones come,
   // but other sequences may still use those.
   const auto have = static_cast<int64_t>(At(id).tables[static_cast<size_t>(pool)].size());
   const int64_t sinks = std::min<int64_t>(layers.rule.sink_blocks, have);
-  return std::min(needed, std::max<int64_t>(max_value - sinks, 0));
+  return std::min(needed, std::max<int64_t>(max_blocks - sinks, 0));
 }
 
 std::span<const PendingQuantization> SequenceManager::BlocksToQuantize(uint64_t id,
@@ -300,7 +301,7 @@ bool SequenceManager::FinishQuantization(Sequence& sequence, int group) {
 }
 
 void SequenceManager::Enter(const Sequence& sequence, std::span<const int32_t> whole) {
-  const std::vector<PoolBlock> entered = trie_.Insert(whole, sequence.tables);
+  const std::vector<PoolBlock> entered = trie_.Insert(whole, sequence.tables, sequence.salt);
   for (const PoolBlock& block : entered) {
     managers_[static_cast<size_t>(block.pool)].Keep(block.block);
   }

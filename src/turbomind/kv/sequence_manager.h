@@ -71,9 +71,10 @@ class SequenceManager {
   virtual ~SequenceManager();
 
   // Creates a sequence. Returns the number of tokens found in the prefix cache. If
-  // `use_prefix_cache` is false, the lookup is skipped (prompt logprobs). REQUIRES: the prompt is
-  // not empty.
-  int64_t Create(uint64_t id, std::span<const int32_t> prompt, bool use_prefix_cache = true);
+  // `use_prefix_cache` is false, the lookup is skipped (prompt logprobs). Only sequences with the
+  // same salt share blocks. REQUIRES: the prompt is not empty.
+  int64_t Create(uint64_t id, std::span<const int32_t> prompt, bool use_prefix_cache = true,
+                 const CacheSalt& salt = {});
 
   // Reserves slots for tokens [0, num_tokens) in every pool. Also reserves quantized slots for the
   // blocks that a query at a position in [num_written, num_tokens) reads as quantized. Returns
@@ -126,6 +127,7 @@ class SequenceManager {
 
  private:
   struct Sequence {
+    CacheSalt salt = {};
     int64_t num_written = 0;
     int64_t num_planned = 0;  // slots of the last planned step, for Commit
     int64_t num_entered = 0;  // whole blocks inserted into the trie so far

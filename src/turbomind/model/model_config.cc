@@ -17,10 +17,10 @@ constexpr int64_t kMaxWidth = int64_t{1} << 24;
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxExpertsOfModel = 65536;
 
-void RequireSize(const char* field, int64_t got, int64_t max_value) {
-  if (got < 1 || got > max_value) {
+void RequireSize(const char* field, int64_t got, int64_t limit) {
+  if (got < 1 || got > limit) {
     throw InvalidArgument(std::string(field) + " is " + std::to_string(got) + ". It must be 1 to " +
-                          std::to_string(max_value));
+                          std::to_string(limit));
   }
 }
 

@@ -366,6 +366,12 @@ void WeightsBuilder::AddMatrix(std::string_view name, const MatrixSource& source
                           ", but the config requires " + Shape(slot.rows, slot.cols));
   }
   *slot.target = impl_->device.PackMatrix(source, impl_->exact || slot.exact);
+  if (source.owner != nullptr) {
+    impl_->weights->in_place.push_back(source.data);
+    if (source.scales != nullptr) {
+      impl_->weights->in_place.push_back(source.scales);
+    }
+  }
 }
 
 void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t size) {

@@ -69,6 +69,7 @@ struct Weights {
   std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null if tied to the embedding
   bool exact = false;                  // attention is also computed in FP32
   DeviceArray vectors;                 // storage of every VectorWeight
+  std::vector<const void*> in_place;   // matrices that are read in the mapped file
 
   const PackedMatrix& output_head() const { return head ? *head : *embedding; }
   int64_t num_bytes() const;

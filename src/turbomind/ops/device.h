@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "turbomind/core/device_memory.h"
@@ -22,6 +23,10 @@ class Device : public DeviceMemory {
   // Returns which library or kernels compute matrix products, if there is a choice: e.g. "cuBLASLt
   // 13.0", or "own kernels: " and the reason.
   virtual std::string gemm_backend() const { return {}; }
+
+  // Returns the free bytes of the device's own memory, which other processes may share. Without a
+  // value, the device uses the host's memory.
+  virtual std::optional<int64_t> free_bytes() const { return {}; }
 
   // Throws InvalidArgument if attention has no kernels for a layer with this cache. Does not read
   // the view's memory.

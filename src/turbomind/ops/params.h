@@ -113,10 +113,10 @@ struct FlattenKVParams {
 // over its tiles; splits are merged in order of position.
 //
 // With a 16-bit window a tile is read up to twice, each time with the positions that the query
-// reads there: first the quantized view, then the 16-bit one (kv/precision_window.h). The scale g
-// of K is part of the scale of the quantized scores. The scale g of V multiplies the output. With a
-// 16-bit window it instead multiplies the softmax weight of every quantized value, but not the sum
-// of weights.
+// reads there: first the quantized view, then the 16-bit one (kv/precision_window.h). The global
+// scale of K is part of the scale of the quantized scores. The global scale of V multiplies the
+// output. With a 16-bit window it instead multiplies the softmax weight of every quantized value,
+// but not the sum of weights.
 struct AttentionParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;      // floats between tokens (q is part of qkv)

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "turbomind/profile/forwarding_device.h"
+#include "turbomind/ops/forwarding_device.h"
 #include "turbomind/profile/op_cost.h"
 
 namespace turbomind {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -60,6 +61,7 @@ constexpr int kGenerated = 90;
 struct StepRecord {
   int num_tokens = 0;
   int64_t num_allocations = 0;  // and deallocations
+  int num_quantized = 0;        // blocks that left the 16-bit window, over all layers
   bool is_special = false;      // a sequence fills a block, frees one or ends
 };
 
@@ -104,6 +106,11 @@ class RecordingDevice : public testing::WaitingDevice {
     WaitingDevice::WriteKv(params);
   }
 
+  void QuantizeBlocks(const QuantizeBlocksParams& params) override {
+    steps_[num_steps_ - 1].num_quantized += params.num_to_quantize;
+    WaitingDevice::QuantizeBlocks(params);
+  }
+
   void Linear(const LinearParams& params) override {
     num_sampled_ += params.parts[0].weight->rows == testing::kVocab ? params.num_rows : 0;
     WaitingDevice::Linear(params);
@@ -133,6 +140,7 @@ struct Case {
   EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
   bool quantized = true;
   int prompt = kPrompt;
+  int generated = kGenerated;
 };
 
 Case MakeCase(std::string name, KvCacheMode format) {
@@ -153,8 +161,9 @@ std::vector<Case> Cases() {
   cases.back().quantized = false;
   cases.push_back(MakeCase("16-bit window", KvCacheMode::kFp4Nv));
   cases.back().config.kv_quality.window16 = {64, 64};
-  cases.back().prompt = 292;                       // three blocks, with the generated tokens
-  cases.back().config.max_prefill_token_num = 20;  // reads all prompts before a response ends
+  cases.back().prompt = 300;  // the second block leaves the window when the fourth begins, at 384
+  cases.back().generated = 160;
+  cases.back().config.max_prefill_token_num = 16;
   cases.push_back(MakeCase("experts", KvCacheMode::kFp4Nv));
   cases.back().model = testing::TinyGptOss();
   cases.push_back(MakeCase("shared expert", KvCacheMode::kFp4Nv));
@@ -167,11 +176,12 @@ std::vector<Case> Cases() {
 std::vector<StepRecord> Run(const Case& how, uint64_t num_requests, bool logprobs = false) {
   is_counted = false;  // this is the client's thread
   auto device = std::make_shared<RecordingDevice>(MakeCpuDevice(2), how.model.windows,
-                                                  how.prompt + kGenerated - 1);
+                                                  how.prompt + how.generated - 1);
   auto weights = testing::TinyWeights(how.model, *device, {.quantized = how.quantized});
   Engine engine(how.model, how.config, std::move(weights), device, testing::kFreeBytes);
   for (uint64_t id = 0; id < num_requests; ++id) {
-    auto request = MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), how.prompt), kGenerated);
+    auto request =
+        MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), how.prompt), how.generated);
     request->sampling.do_sample = id % 2 == 1;
     request->sampling.num_logprobs = logprobs ? 2 : -1;
     engine.Submit(std::move(request));
@@ -187,7 +197,7 @@ std::vector<StepRecord> Run(const Case& how, uint64_t num_requests, bool logprob
   return device->Steps();
 }
 
-constexpr size_t kWarmUp = 3;  // first steps of a size, in which buffers still grow
+constexpr size_t kWarmUp = 4;  // first steps of a size, in which buffers still grow
 
 // Returns the steps of `num_tokens` tokens that are not special and not among the first kWarmUp.
 std::vector<StepRecord> Steady(const std::vector<StepRecord>& steps, int num_tokens) {
@@ -201,6 +211,11 @@ std::vector<StepRecord> Steady(const std::vector<StepRecord>& steps, int num_tok
   return steady;
 }
 
+int NumQuantized(const std::vector<StepRecord>& steps) {
+  return std::accumulate(steps.begin(), steps.end(), 0,
+                         [](int sum, const StepRecord& step) { return sum + step.num_quantized; });
+}
+
 int NumAllocating(const std::vector<StepRecord>& steps) {
   return static_cast<int>(std::count_if(
       steps.begin(), steps.end(), [](const auto& step) { return step.num_allocations != 0; }));
@@ -209,9 +224,11 @@ int NumAllocating(const std::vector<StepRecord>& steps) {
 TEST_CASE("a decode step allocates nothing, unless a block is filled or freed, or a request ends") {
   for (const Case& how : Cases()) {
     CAPTURE(how.name);
-    const auto steps = Steady(Run(how, 4), 4);
+    const auto all = Run(how, 4);
+    const auto steps = Steady(all, 4);
     CHECK(steps.size() >= 35);
     CHECK(NumAllocating(steps) == 0);
+    CHECK((NumQuantized(all) > 0) == (how.config.kv_quality.window16.recent_tokens >= 0));
   }
 }
 

@@ -120,7 +120,7 @@ void CheckPreemption(Setting setting, int num_blocks, const Answers& want) {
   setting.config.cache_max_entry_count = num_blocks;
   for (const bool prefix_caching : {false, true}) {
     setting.config.enable_prefix_caching = prefix_caching;
-    auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
+    auto device = std::make_shared<testing::SlowStepDevice>(MakeCpuDevice(1));
     Engine engine(setting.model, setting.config,
                   testing::TinyWeights(setting.model, *device, setting.weights), device,
                   testing::kFreeBytes);

@@ -69,6 +69,26 @@ TEST_CASE("EOS, stop sequences and limits end a request") {
   CHECK(output.tokens[1] != tokens[1]);
 }
 
+TEST_CASE("requests share cached prefixes only if their salts are equal") {
+  auto engine = DefaultEngine();
+  const auto prompt = RandomPrompt(1, 200);
+  uint64_t id = 0;
+  const auto run = [&](const CacheSalt& salt) {
+    auto request = MakeRequest(++id, prompt, 4);
+    request->cache_salt = salt;
+    return RunOne(*engine, request);
+  };
+  const RequestOutput first = run({});
+  CHECK(first.cached_tokens == 0);
+  CHECK(run({}).cached_tokens > 0);
+  for (const CacheSalt& salt : {CacheSalt{1, 0}, CacheSalt{0, 1}}) {
+    CHECK(run(salt).cached_tokens == 0);
+    const RequestOutput second = run(salt);
+    CHECK(second.cached_tokens > 0);
+    CHECK(second.tokens == first.tokens);
+  }
+}
+
 TEST_CASE("a sequence ends at session_len") {
   EngineConfig config = TinyEngineConfig(kFormat);
   config.session_len = 40;

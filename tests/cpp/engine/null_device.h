@@ -8,7 +8,7 @@
 
 #include "engine/ops_refusing_device.h"
 #include "turbomind/core/check.h"
-#include "turbomind/profile/forwarding_device.h"
+#include "turbomind/ops/forwarding_device.h"
 
 namespace turbomind::testing {
 
@@ -67,6 +67,18 @@ class WaitingDevice : public ForwardingDevice {
 
  private:
   Gate may_start_;
+};
+
+// Claims that steps cost so much that the scheduler limits no prompt because others decode. So many
+// sequences decode at once.
+class SlowStepDevice : public WaitingDevice {
+ public:
+  using WaitingDevice::WaitingDevice;
+  DeviceCapability capability() const override {
+    DeviceCapability slow = WaitingDevice::capability();
+    slow.step_cost_tokens = 1 << 20;
+    return slow;
+  }
 };
 
 }  // namespace turbomind::testing

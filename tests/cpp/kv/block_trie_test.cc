@@ -47,6 +47,29 @@ TEST_CASE("Insert fills empty places and keeps existing blocks") {
   trie.CheckIntegrity();
 }
 
+TEST_CASE("equal tokens with other salts share no node") {
+  BlockTrie trie(1, {0}, 2);
+  const CacheSalt salts[] = {{}, {1, 0}, {0, 1}, {~0ULL, ~0ULL}};
+  int block = 0;
+  for (const CacheSalt& salt : salts) {
+    CHECK(trie.Find(kTokens, salt).empty());
+    CHECK(trie.Insert(kTokens, {{block, block + 1, block + 2}}, salt).size() == 3);
+    CHECK(trie.Insert(kTokens, {{90, 91, 92}}, salt).empty());
+    block += 3;
+    trie.CheckIntegrity();
+  }
+  block = 0;
+  for (const CacheSalt& salt : salts) {
+    CHECK(trie.Find(kTokens, salt) ==
+          std::vector<std::vector<int>>{{block}, {block + 1}, {block + 2}});
+    block += 3;
+  }
+  CHECK(trie.Remove({0, 3}).size() == 3);  // the first block of the second salt
+  CHECK(trie.Find(kTokens, salts[1]).empty());
+  CHECK(trie.num_blocks(0) == 9);
+  trie.CheckIntegrity();
+}
+
 TEST_CASE("without a full-attention group, removing a block removes no other block") {
   BlockTrie trie(2, {}, 2);
   trie.Insert(kTokens, {{1, 2, 3}, {4, 5, 6}});

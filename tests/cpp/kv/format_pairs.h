@@ -13,15 +13,17 @@ struct FormatPair {
   KvCacheMode v;
 };
 
-// Returns every format for both K and V, and the mixed pairs of IsListedPair.
+// Returns every format for both K and V, and then the mixed pairs of IsListedPair.
 inline std::vector<FormatPair> ListedPairs() {
   std::vector<FormatPair> pairs;
   for (KvCacheMode format : kAllKvCacheModes) {
     pairs.push_back({format, format});
   }
-  for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
-    for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
-      pairs.push_back({k, v});
+  for (KvCacheMode k : kAllKvCacheModes) {
+    for (KvCacheMode v : kAllKvCacheModes) {
+      if (k != v && IsListedPair(k, v)) {
+        pairs.push_back({k, v});
+      }
     }
   }
   return pairs;

@@ -40,6 +40,26 @@ TEST_CASE("a hit has all committed whole blocks, but never the whole prompt") {
   CHECK(pools.manager.Create(102, late) == 48);
 }
 
+TEST_CASE("sequences with different salts share no block") {
+  Pools pools({0, 40}, {64, 64});
+  const CacheSalt ours = {1, 2};
+  const CacheSalt theirs = {1, 3};
+  CHECK(pools.manager.Create(1, Tokens(100), true, ours) == 0);
+  REQUIRE(pools.Compute(1, Tokens(100)));
+  CHECK(pools.manager.Create(2, Tokens(100)) == 0);
+  CHECK(pools.manager.Create(3, Tokens(100), true, theirs) == 0);
+  REQUIRE(pools.Compute(3, Tokens(100)));
+  CHECK(pools.manager.Create(4, Tokens(100), true, ours) == 96);
+  CHECK(pools.manager.Create(5, Tokens(100), true, theirs) == 96);
+  for (int pool = 0; pool < 2; ++pool) {
+    for (const int32_t block : pools.manager.BlockTable(4, pool)) {
+      const auto others = pools.manager.BlockTable(5, pool);
+      CHECK((block < 0 || std::ranges::find(others, block) == others.end()));
+    }
+  }
+  pools.manager.CheckIntegrity();
+}
+
 TEST_CASE("a hit shares all full-attention blocks and the visible sliding-window blocks") {
   Pools pools({0, 40}, {64, 64});
   pools.RunAndFree(1, Tokens(161));

@@ -442,7 +442,7 @@ TEST_CASE("random operations with a 16-bit window agree with the model") {
     CHECK(operations.num_refused > 100);
     CHECK(operations.num_to_quantize > 200);
     MESSAGE("hit tokens " << operations.num_hit_tokens << ", cut " << operations.num_cut_tokens
-                          << ", moves " << operations.num_to_quantize << ", refused "
+                          << ", quantized blocks " << operations.num_to_quantize << ", refused "
                           << operations.num_refused);
   }
 }

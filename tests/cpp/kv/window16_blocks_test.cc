@@ -29,7 +29,8 @@ std::string Present(const SequenceManager& manager, uint64_t id, int pool) {
 }
 
 // Returns the table indices of the blocks that the last planned step quantizes.
-std::vector<int64_t> Moved(const SequenceManager& manager, uint64_t id, int group, int num_groups) {
+std::vector<int64_t> Quantized(const SequenceManager& manager, uint64_t id, int group,
+                               int num_groups) {
   const auto quantized = manager.BlockTable(id, group);
   const auto window16 = manager.BlockTable(id, num_groups + group);
   std::vector<int64_t> indices;
@@ -64,7 +65,7 @@ TEST_CASE("a block is quantized when it leaves the 16-bit window, at every block
               begins_block && leaves >= rule.sink_blocks && leaves >= group.FirstVisibleBlock(n);
           const auto expected =
               blocks_to_quantize ? std::vector<int64_t>{leaves} : std::vector<int64_t>();
-          REQUIRE(Moved(pools.manager, 1, 0, 1) == expected);
+          REQUIRE(Quantized(pools.manager, 1, 0, 1) == expected);
           for (int64_t b = group.FirstVisibleBlock(n); b <= n / length; ++b) {
             const int pool = rule.IsInWindow16(b, n) ? 1 : 0;
             REQUIRE(pools.manager.BlockTable(1, pool)[static_cast<size_t>(b)] >= 0);
@@ -85,8 +86,8 @@ TEST_CASE("a chunk quantizes all blocks outside its last query's 16-bit window, 
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 200));  // the last query is in block 12
-  CHECK(Moved(pools.manager, 1, 0, 2) == std::vector<int64_t>{4, 5, 6, 7});
-  CHECK(Moved(pools.manager, 1, 1, 2).empty());  // the recent blocks cover 40 tokens
+  CHECK(Quantized(pools.manager, 1, 0, 2) == std::vector<int64_t>{4, 5, 6, 7});
+  CHECK(Quantized(pools.manager, 1, 1, 2).empty());  // the recent blocks cover 40 tokens
   CHECK(Present(pools.manager, 1, 0) == "....####.....");
   CHECK(Present(pools.manager, 1, 2) == "#############");
   pools.manager.Commit(1, std::span(all).first(200));
@@ -101,9 +102,9 @@ TEST_CASE("a step that is planned again with another length quantizes only what 
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 100));
-  CHECK(Moved(pools.manager, 1, 0, 1) == std::vector<int64_t>{0, 1, 2, 3, 4, 5});
+  CHECK(Quantized(pools.manager, 1, 0, 1) == std::vector<int64_t>{0, 1, 2, 3, 4, 5});
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 40));
-  CHECK(Moved(pools.manager, 1, 0, 1) == std::vector<int64_t>{0, 1});
+  CHECK(Quantized(pools.manager, 1, 0, 1) == std::vector<int64_t>{0, 1});
   pools.manager.CheckIntegrity();
   CHECK_THROWS_AS(pools.manager.Commit(1, std::span(all).first(41)), InternalError);
   pools.manager.Commit(1, std::span(all).first(40));
@@ -111,7 +112,7 @@ TEST_CASE("a step that is planned again with another length quantizes only what 
   CHECK(Present(pools.manager, 1, 1) == "..#####");  // blocks 3 to 6 have slots without tokens
   pools.manager.CheckIntegrity();
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 120));
-  CHECK(Moved(pools.manager, 1, 0, 1) == std::vector<int64_t>{2, 3, 4, 5, 6});
+  CHECK(Quantized(pools.manager, 1, 0, 1) == std::vector<int64_t>{2, 3, 4, 5, 6});
   pools.manager.FreeDataAndScaleBlocks(1);
   CHECK(pools.manager.counts(0).cached == 2);
   CHECK(pools.manager.counts(1).cached == 2);
@@ -156,7 +157,7 @@ TEST_CASE("a prefix hit reuses 16-bit and quantized blocks and quantizes none tw
   CHECK(pools.manager.Create(3, Tokens(320)) == 288);
   REQUIRE(pools.Compute(3, Tokens(319)));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(3, 321));
-  CHECK(Moved(pools.manager, 3, 0, 1) == std::vector<int64_t>{15});
+  CHECK(Quantized(pools.manager, 3, 0, 1) == std::vector<int64_t>{15});
 }
 
 TEST_CASE("a hit at a block edge takes a block not yet quantized from the 16-bit pool") {
@@ -168,7 +169,7 @@ TEST_CASE("a hit at a block edge takes a block not yet quantized from the 16-bit
   CHECK(Present(pools.manager, 2, 1) == ".....#####");
   pools.manager.CheckIntegrity();
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(2, 161));
-  CHECK(Moved(pools.manager, 2, 0, 1) == std::vector<int64_t>{5});
+  CHECK(Quantized(pools.manager, 2, 0, 1) == std::vector<int64_t>{5});
 }
 
 TEST_CASE("an evicted 16-bit copy shortens a hit; copies go before sinks and unquantized blocks") {
@@ -276,14 +277,14 @@ TEST_CASE("BlocksToCome is an upper bound, even if another sequence shares the r
   }
   const int64_t active[] = {pools.manager.counts(0).active, pools.manager.counts(1).active};
   const int64_t promised = pools.manager.BlocksToCome(3, 1, 488, 50);
-  int64_t max_value = 0;
+  int64_t max_added = 0;
   while (pools.manager.num_written(3) < 488) {
     const int64_t n = std::min<int64_t>(pools.manager.num_written(3) + 50, 488);
     REQUIRE(pools.manager.AllocateDataAndScaleBlocks(3, n));
-    max_value = std::max(max_value, pools.manager.counts(1).active - active[1]);
+    max_added = std::max(max_added, pools.manager.counts(1).active - active[1]);
     pools.manager.Commit(3, std::span(longer).first(static_cast<size_t>(n)));
   }
-  CHECK(max_value <= promised);
+  CHECK(max_added <= promised);
   CHECK(pools.manager.counts(0).active - active[0] == 31 - 4 - 5 - 10);
 }
 

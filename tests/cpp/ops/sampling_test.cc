@@ -246,18 +246,18 @@ TEST_CASE("a weight has the same bits computed singly and four at a time") {
 TEST_CASE("a lower logit's weight exceeds a higher logit's by at most the rounding error") {
   constexpr float kError = 5e-7f;  // twice the error of a weight, plus a rounding
   constexpr int kSteps = 1000000;
-  float max_value = 0.f;  // largest weight so far
+  float max_weight = 0.f;  // largest weight so far
   int num_wrong = 0;
   for (int i = 0; i <= kSteps; ++i) {
     float x = static_cast<float>(88. * i / kSteps - 88.);
     for (int j = 0; j < 2 && x <= 0.f; ++j, x = std::nextafter(x, 1.f)) {
       const float weight = WeightOf(x);
-      num_wrong += max_value <= weight * (1.f + kError) ? 0 : 1;
-      max_value = std::max(max_value, weight);
+      num_wrong += max_weight <= weight * (1.f + kError) ? 0 : 1;
+      max_weight = std::max(max_weight, weight);
     }
   }
   CHECK(num_wrong == 0);
-  CHECK(max_value == 1.f);
+  CHECK(max_weight == 1.f);
 }
 
 // Samples by the definition in ops/sampling_math.h, applied literally to all tokens in order.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -23,6 +24,8 @@ class ForwardingDevice : public Device {
 
   DeviceCapability capability() const override { return device_->capability(); }
   std::string name() const override { return device_->name(); }
+  std::string gemm_backend() const override { return device_->gemm_backend(); }
+  std::optional<int64_t> free_bytes() const override { return device_->free_bytes(); }
   void RequireAttention(const KvLayerView& layer) const override {
     device_->RequireAttention(layer);
   }

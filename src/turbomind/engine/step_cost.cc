@@ -1,0 +1,59 @@
+#include "turbomind/engine/step_cost.h"
+
+#include <algorithm>
+
+namespace turbomind {
+namespace {
+
+// A chunk reads the K and V of its prompt once, which takes as long as the attention of 2.5 tokens.
+constexpr int64_t kTwiceReadTokens = 5;
+// The attention of SmolLM2 takes 1.32 times as long per product as the linear layers (AVX-512,
+// NVFP4, Q4_1).
+constexpr int64_t kTokenNumerator = 3;
+constexpr int64_t kTokenDenominator = 4;
+
+}  // namespace
+
+int64_t StepCost::Chunk(const std::vector<LayerGroup>& groups, int64_t begin, int64_t end) const {
+  const int64_t middle = (begin + end) / 2 + 1;
+  int64_t attended = 0;
+  for (const LayerGroup& group : groups) {
+    const int64_t visible = group.window > 0 ? std::min<int64_t>(middle, group.window) : middle;
+    attended += static_cast<int64_t>(group.layers.size()) * visible;
+  }
+  const int64_t num_tokens = end - begin;
+  return num_tokens * token + (2 * num_tokens + kTwiceReadTokens) * attended / 2;
+}
+
+int64_t StepCost::TokensFor(const std::vector<LayerGroup>& groups, int64_t begin,
+                            int64_t max_tokens, int64_t budget) const {
+  int64_t fits = 0;
+  int64_t too_many = max_tokens + 1;
+  while (too_many - fits > 1) {
+    const int64_t middle = (fits + too_many) / 2;
+    (Chunk(groups, begin, begin + middle) <= budget ? fits : too_many) = middle;
+  }
+  return fits;
+}
+
+StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& device) {
+  const int64_t hidden = model.hidden_size;
+  const int64_t heads = int64_t{model.num_heads} * model.head_dim;
+  const int64_t kv_heads = int64_t{model.num_kv_heads} * model.head_dim;
+  int64_t products = 0;  // of one token
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    const int64_t width = model.moe.HasExperts(layer)
+                              ? int64_t{model.moe.top_k} * model.moe.intermediate_size +
+                                    model.moe.shared_intermediate_size
+                              : model.intermediate_size;
+    products += hidden * (2 * heads + 2 * kv_heads + 3 * width);
+  }
+  const int64_t per_position = 2 * heads;
+  StepCost cost;
+  cost.token = std::max<int64_t>(products * kTokenNumerator / kTokenDenominator / per_position, 1);
+  cost.step = cost.token * device.step_cost_tokens;
+  cost.logits = hidden * model.vocab_size * kTokenNumerator / kTokenDenominator / per_position;
+  return cost;
+}
+
+}  // namespace turbomind
