@@ -3,13 +3,17 @@
     python benchmarks/bench_engine.py --suite targets --json targets.json
     python benchmarks/bench_engine.py --contexts 128,2048 --batches 1,8 --json results.json
     python benchmarks/bench_engine.py --modes nvfp4 --profile      # a table of time per op
+    python benchmarks/bench_engine.py --model FOLDER --device cuda --batches 1,32,128
+    python benchmarks/bench_engine.py --modes nvfp4 --long-prompt 32768
 
 The suite measures the table of targets (targets.py) in alternating pairs of runs. llama.cpp runs
 with the fastest of three settings for each workload. The file is written after every row. A second
 run with the same file measures missing rows and rows of other commits.
 
-Without --suite, the benchmark times our engine on cells of any size. A figure is the median of the
-repetitions. The engine samples each token by argmax over the vocabulary.
+Without --suite, the benchmark times our engine on cells of any size, on the CPU or a GPU. A figure
+is the median of the repetitions. The engine samples each token by argmax over the vocabulary.
+make_random_checkpoint.py writes models of any size.
+--long-prompt measures what a long prompt costs other requests.
 """
 
 from __future__ import annotations
@@ -21,102 +25,104 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from our_engine import Cell, OurEngine, OurSetting
-from results import ResultsFile, describe_machine, write_json
+from our_engine import Cell, OurEngine
+from results import ResultsFile, Row, describe_machine, write_json
 
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 
 if TYPE_CHECKING:
     from baselines.llama_cpp import LlamaCpp
     from targets import Target
 
-MODES = reported_formats()
-OTHER_LIBRARY = {"ours": "llama_cpp", "peer": "lmdeploy"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured figure in tokens per second."""
-
-    work: str
-    mode: str
-    quality: str
-    batch: int
-    context: int
-    ours: float
-
-
-def load(options: argparse.Namespace) -> Any:
-    """Load the model for our engine."""
     from lmdeploy import _turbomind
+
+MODES = reported_formats()
+OTHER_LIBRARY = {"ours": "llama_cpp", "baseline": "lmdeploy"}
+
+
+def load(options: argparse.Namespace) -> tuple[Any, _turbomind.Device]:
+    """Load the model for the device of --device. Raise ValueError if there is none."""
+    from lmdeploy import TurbomindEngineConfig
+    from lmdeploy.engine.devices import open_device
     from lmdeploy.engine.model_files import load_model
 
-    device = _turbomind.make_cpu_device(options.num_threads)
-    return load_model(options.model, device=device)
+    config = TurbomindEngineConfig(device_type=options.device, num_threads=options.num_threads)
+    device = open_device(config)
+    return load_model(options.model, device=device), device
 
 
-def make_peer(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
+def make_baseline(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
     """Load llama.cpp and print its kernels. Return None if it is not installed."""
     try:
         from baselines.llama_cpp import LlamaCpp, build_of_llama_cpp, kernels_in_library
     except ImportError as error:
-        print(f"no peer: {error}; pip install llama-cpp-python")
+        print(f"no baseline: {error}; pip install llama-cpp-python")
         return None
-    peer = LlamaCpp(str(path), threads=options.num_threads)
+    baseline = LlamaCpp(str(path), threads=options.num_threads)
     build = build_of_llama_cpp()
     kernels = [name for name, found in kernels_in_library().items() if found]
     print(f"llama.cpp {build['llama_cpp_python']}, {build['compiler']}; reports {build['flags']}")
-    print(
-        f"llama.cpp kernels found in its library: {', '.join(kernels) or 'none'}; "
-        f"weight buffers: {', '.join(peer.buffers) or 'not logged'}"
-    )
-    return peer
+    print(f"llama.cpp kernels found in its library: {', '.join(kernels) or 'none'}")
+    return baseline
 
 
 def run(options: argparse.Namespace) -> None:
     """Time our engine on every context and batch."""
-    loaded = load(options)
+    loaded, device = load(options)
     rows: list[Row] = []
     cells = [Cell(c, b, options.steps) for c in options.contexts for b in options.batches]
     for cell, mode in itertools.product(cells, options.modes.split(",")):
-        setting = replace(OurSetting.for_cell(cell, mode), quality=options.quality)
         with OurEngine(
-            loaded, setting=setting, threads=options.num_threads, profiled=options.profile
+            loaded, device, cell=cell, mode=mode, quality=options.quality, profiled=options.profile
         ) as engine:
             timings = [engine.run(cell) for _ in range(options.repeats or 3)]
             for work in ("prefill", "decode"):
                 speed = round(statistics.median(getattr(t, work) for t in timings), 1)
-                rows.append(Row(work, mode, engine.quality, cell.batch, cell.context, speed))
-                print(format_row(rows[-1]), flush=True)
+                row = {"work": work, "mode": mode, "quality": engine.quality}
+                rows.append({**row, "batch": cell.batch, "context": cell.context, "ours": speed})
+                cache = f"{mode}, {engine.quality.split(' (')[0]}"
+                shape = f"batch {cell.batch:>3} context {cell.context:>5}"
+                print(f"{work:<8} {cache:<18} {shape} {speed:>10.1f}", flush=True)
             if options.profile:
                 print(engine.profile_table(), flush=True)
         if options.json:
-            write_json(options.json, [asdict(row) for row in rows])
+            write_json(options.json, rows)
+
+
+def run_long_prompt(options: argparse.Namespace) -> None:
+    """Time short requests and running answers while a long prompt is read."""
+    from long_prompt import ANSWERS, measure_long_prompt
+
+    loaded, device = load(options)
+    cell = Cell(options.long_prompt, 2 * ANSWERS, options.steps)
+    for mode in options.modes.split(","):
+        with OurEngine(loaded, device, cell=cell, mode=mode, quality=options.quality) as engine:
+            print(engine.format, *measure_long_prompt(engine, options.long_prompt), sep="\n")
 
 
 def run_suite(options: argparse.Namespace) -> None:
     """Measure the table of targets for one model."""
-    from targets import SuiteOptions, TargetRow, TargetSuite
-    from targets import format_row as format_target
+    from targets import TargetSuite
 
     targets = targets_of(options)
-    file = ResultsFile(options.json, make_row=lambda fields: TargetRow(**fields))
+    file = ResultsFile(options.json)
     file.measured_on(describe_machine(options.num_threads))
-    loaded = load(options)
-    peer = make_peer(options, Path(loaded.path))
-    suite_options = SuiteOptions(
+    loaded, _ = load(options)
+    baseline = make_baseline(options, Path(loaded.path))
+    suite = TargetSuite(
+        loaded,
+        baseline,
+        file=file,
         threads=options.num_threads,
         repeats=options.repeats or 5,
         attention_bench=options.attention_bench,
     )
-    suite = TargetSuite(loaded, peer, options=suite_options, file=file)
-    suite.run(targets, report=lambda row: print(format_target(row), flush=True))
-    if peer:
-        peer.close()
+    suite.run(targets)
+    if baseline:
+        baseline.close()
 
 
 def run_peak(options: argparse.Namespace) -> None:
@@ -124,36 +130,27 @@ def run_peak(options: argparse.Namespace) -> None:
     engine, setting = options.peak.split(":")
     cell = Cell(options.contexts[0], 1, options.steps)
     if engine == "ours":
-        loaded = load(options)
-        ours = OurSetting.for_cell(cell, setting)
-        with OurEngine(loaded, setting=ours, threads=options.num_threads) as one:
+        loaded, device = load(options)
+        with OurEngine(loaded, device, cell=cell, mode=setting) as one:
             one.run(cell)
     else:
         from baselines.llama_cpp import LlamaCpp
         from baselines.settings import Setting
 
         kind, attention, reading = setting.split(",")
-        peer = LlamaCpp(
+        baseline = LlamaCpp(
             options.model,
             threads=options.num_threads,
             use_mmap=reading != "read",
             repack=reading != "as-stored",
         )
-        peer.run(cell, Setting(kind, kind, attention == "on"))
+        baseline.run(cell, Setting(kind, kind, attention == "on"))
     if OTHER_LIBRARY[engine] in sys.modules:
         raise RuntimeError(f"{OTHER_LIBRARY[engine]} is loaded in the process of {engine}")
     # VmHWM, unlike ru_maxrss, does not begin with the peak of the parent process.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     kilobytes = status.split("VmHWM:")[1].split()[0]
     print(json.dumps({"peak_rss_bytes": int(kilobytes) * 1024}))
-
-
-def format_row(row: Row) -> str:
-    """Return one line of the table."""
-    cache = f"{row.mode}, {row.quality.split(' (')[0]}"
-    return (
-        f"{row.work:<8} {cache:<18} batch {row.batch:>2} context {row.context:>5} {row.ours:>10.1f}"
-    )
 
 
 def numbers(text: str) -> list[int]:
@@ -189,7 +186,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=32, help="decode steps of cells (default: %(default)s)")
     add("--repeats", type=int, help="default: 3; --suite: 5")
     add("--num-threads", type=int, default=threads)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
+    add("--long-prompt", type=int, help="tokens of a prompt that is read beside other requests")
     add("--peak", help=argparse.SUPPRESS)
     group = parser.add_argument_group("--suite targets")
     add = group.add_argument
@@ -197,8 +196,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", help="names of targets, with commas")
     add("--attention-bench", type=Path, help="binary attention_alone_bench")
     options = parser.parse_args(arguments)
-    if options.suite and options.profile:
-        parser.error("--profile works with cells, not with --suite.")
+    if options.suite and (options.profile or options.device != "cpu"):
+        parser.error("--profile and --device work with cells, not with --suite.")
     return options
 
 
@@ -208,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.suite:
             run_suite(options)
+        elif options.long_prompt:
+            run_long_prompt(options)
         elif options.peak:
             run_peak(options)
         else:

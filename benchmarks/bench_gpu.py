@@ -1,49 +1,36 @@
-"""Speed on a GPU, printed as JSON lines and merged into one file.
+"""Measure the speed of ops on a GPU, print JSON lines and merge them into one file.
 
     python benchmarks/bench_gpu.py device --bench build/cuda/device_bench
-    python benchmarks/bench_gpu.py generation --bench build/cuda/generation_bench
     python benchmarks/bench_gpu.py baselines --json benchmarks/results/gpu_nvidia_h200.json
 
-`device` times single ops, the most important cells first. `generation` times the whole engine with
-random weights made in memory. `baselines` times FlashInfer on the decode cells of the file. Rows go
-to benchmarks/results/gpu_NAME.json (--json) as they are measured; a new row replaces the row of the
-same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a cell failed, 2 for wrong
-arguments, 3 if there is no GPU.
+`device` times single ops, the most important cells first. `baselines` times FlashInfer on the
+decode cells of the file. Rows go to benchmarks/results/gpu_NAME.json (--json) as they are measured;
+a new row replaces the row of the same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a
+cell failed, 2 for wrong arguments, 3 if there is no GPU. bench_engine.py --device cuda times the
+engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import queue
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from results import write_json
-
-Row = dict[str, Any]
+from results import Row, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NO_GPU = 3
-START_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 120.0
+START_TIMEOUT_S = 60.0
 FEW_MODES = ("none", "fp8", "nvfp4", "mxfp4")  # the formats that are measured first
 FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4_split")
 # Matrices of an 8B model (hidden 4096, 32 heads of 128, 8 KV heads).
 LINEARS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-MODELS = ("llama-3-8b", "gpt-oss-20b")
-GENERATION = (
-    *("mode=nvfp4 quality=balanced", "mode=none quality=raw", "mode=fp8 quality=raw"),
-    *("mode=mxfp4 quality=balanced", "mode=nvfp4 quality=raw", "mode=int8 quality=raw"),
-    *("mode=int4 quality=balanced", "mode=mxfp4 quality=raw", "mode=fp8_e5m2 quality=raw"),
-)
-GENERATION_SIZES = "batches=1,32,128 context=512 steps=64 prompt=2048 prompts=8"
-SMALL_SIZES = "batches=1,2 context=40 steps=2 prompt=70 prompts=2"
 
 
 def device_cells(formats: Sequence[str]) -> Iterator[str]:
@@ -73,8 +60,6 @@ def device_cells(formats: Sequence[str]) -> Iterator[str]:
         for rows, cols in LINEARS:
             for name in FORMATS:
                 yield f"op=linear format={name} batch={batch} rows={rows} cols={cols}{launches}"
-        experts = "rows=5760 cols=2880 experts=32 top_k=4 launches=4"
-        yield f"op=experts format=mxfp4_split batch={batch} {experts}"
     for mode in FEW_MODES:
         yield f"op=flatten mode={mode} batch=1 context=32768 {heads} head_dim=128"
 
@@ -89,7 +74,6 @@ def small_cells() -> Iterator[str]:
             yield f"op={op} mode={mode} {sizes}{more}"
     for name in FORMATS:
         yield f"op=linear format={name} launches=1 batch=2 rows=64 cols=64"
-    yield "op=experts format=mxfp4_split launches=1 batch=2 rows=64 cols=64 experts=2 top_k=1"
 
 
 def kv_formats(bench: Path) -> list[str]:
@@ -102,43 +86,35 @@ def kv_formats(bench: Path) -> list[str]:
     return done.stdout.split()
 
 
-class Program:
-    """A benchmark program that reads cells from stdin and prints JSON lines."""
+def answers(command: Sequence[str], cells: Sequence[str]) -> Generator[Row, None, None]:
+    """Yield what the program says about the device, then its answer to each cell.
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self._answers: queue.Queue[Row | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                self._answers.put(json.loads(line))
-        self._answers.put(None)
-
-    def send(self, cell: str) -> None:
-        """Send a cell to the program."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(cell + "\n")
-        self._process.stdin.flush()
-
-    def answer(self, timeout_s: float) -> Row:
-        """Return the next line. RuntimeError is raised if the program ended or takes too long."""
-        try:
-            found = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise RuntimeError(f"no answer in {timeout_s:.0f} s") from None
-        if found is None:
-            raise RuntimeError(f"the program ended with status {self._process.wait()}")
-        return found
-
-    def close(self) -> None:
-        """Kill the program."""
-        self._process.kill()
-        self._process.wait()
+    A cell that ends the program gets an error, and the program starts again with the next one.
+    Raise RuntimeError if the program does not start.
+    """
+    pending, num_starts = list(cells), 0
+    while pending:
+        text = "".join(f"{cell}\n" for cell in pending)
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(text)
+            try:
+                lines = (json.loads(line) for line in process.stdout if line.startswith("{"))
+                about = next(lines, None)
+                if about is None:
+                    raise RuntimeError(f"{command[0]} ended with status {process.wait()}")
+                if num_starts == 0:
+                    yield about
+                for answer in lines:
+                    yield {"cell": pending.pop(0), **answer}
+            finally:
+                process.kill()
+        num_starts += 1
+        if pending:
+            yield {"cell": pending.pop(0), "error": f"exit status {process.returncode}"}
 
 
 class GpuFile:
@@ -163,76 +139,26 @@ class GpuFile:
         write_json(self.path, self.document)
 
 
-class Run:
-    """Sends cells to a program until the time is over, and starts it again after an error."""
-
-    def __init__(self, command: Sequence[str], *, path: Path | None, budget_s: float) -> None:
-        self._command, self._path = command, path
-        self._end = time.monotonic() + budget_s
-        self._is_generation = any(word.startswith("model=") for word in command)
-        self.file: GpuFile | None = None
-        self.failed: list[str] = []
-
-    def run(self, cells: Sequence[str]) -> list[str]:
-        """Measure the cells in order and return what failed.
-
-        Raises RuntimeError if the program does not start.
-        """
-        num_rows, program = 0, self._start()
-        for number, cell in enumerate(cells):
-            if time.monotonic() >= self._end:
-                print(f"{len(cells) - number} cells skipped: the time is over")
-                break
-            try:
-                program.send(cell)
-                while "done" not in (answer := program.answer(ANSWER_TIMEOUT_S)):
-                    num_rows += self._add(cell, answer)
-                    if not self._is_generation:
-                        break
-            except (RuntimeError, OSError) as error:
-                self.failed.append(f"{cell}: {error}")
-                program.close()
-                program = self._start()
-        program.close()
-        return self.failed or ([] if num_rows else [f"{self._command}: nothing was measured"])
-
-    def _start(self) -> Program:
-        program = Program(self._command)
-        about = program.answer(START_TIMEOUT_S)
-        if self._is_generation:
-            program.answer(ANSWER_TIMEOUT_S)  # the weights
-        self.file = self.file or GpuFile(self._path, about)
-        return program
-
-    def _add(self, cell: str, answer: Row) -> bool:
-        assert self.file is not None
-        if "error" in answer:
-            self.failed.append(f"{cell}: {answer['error']}")
-        elif "skipped" in answer:
-            print(f"skipped, {answer['skipped']}: {cell}")
-        else:
-            name = f"{answer['work']} batch={answer['batch']} {cell}" if "work" in answer else cell
-            self.file.add({"by": "lmdeploy-fp4", "cell": name, **answer})
-            return True
-        return False
-
-
 def measure_ours(options: argparse.Namespace) -> list[str]:
-    """Measure with device_bench or generation_bench and return what failed."""
+    """Measure with device_bench and return what failed."""
     command = [str(options.bench), f"device={options.device}"]
-    if options.what == "device":
-        command += ["rotate_mb=0", "round_ms=0"] if options.small else []
-        run = Run(command, path=options.json, budget_s=options.budget_s)
-        cells = list(small_cells() if options.small else device_cells(kv_formats(options.bench)))
-        return run.run(cells)
-    failed: list[str] = []
-    models = ("tiny-llama", "tiny-gpt-oss") if options.small else MODELS
-    for model in models:
-        sizes = SMALL_SIZES if options.small else GENERATION_SIZES
-        cells = [f"{work} {sizes}" for work in GENERATION[: 2 if options.small else None]]
-        budget = options.budget_s / len(models)
-        failed += Run([*command, f"model={model}"], path=options.json, budget_s=budget).run(cells)
-    return failed
+    command += ["rotate_mb=0", "round_ms=0"] if options.small else []
+    cells = list(small_cells() if options.small else device_cells(kv_formats(options.bench)))
+    end, num_rows, failed = time.monotonic() + options.budget_s, 0, []
+    with contextlib.closing(answers(command, cells)) as found:
+        file = GpuFile(options.json, next(found))
+        for answer in found:
+            if "error" in answer:
+                failed.append(f"{answer['cell']}: {answer['error']}")
+            elif "skipped" in answer:
+                print(f"skipped, {answer['skipped']}: {answer['cell']}")
+            else:
+                file.add({"by": "lmdeploy-fp4", **answer})
+                num_rows += 1
+            if time.monotonic() >= end:
+                print("the time is over")
+                break
+    return failed or ([] if num_rows else ["nothing was measured"])
 
 
 def measure_baselines(options: argparse.Namespace) -> list[str]:
@@ -248,8 +174,8 @@ def measure_baselines(options: argparse.Namespace) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("what", choices=("device", "generation", "baselines"))
-    parser.add_argument("--bench", type=Path, help="the program device_bench or generation_bench")
+    parser.add_argument("what", choices=("device", "baselines"))
+    parser.add_argument("--bench", type=Path, help="the program device_bench")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=160.0, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="default: results/gpu_NAME.json")
@@ -257,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.what == "baselines" and not options.json:
         parser.error("baselines needs --json, the file with the rows of `device`.")
-    if options.what != "baselines" and not options.bench:
-        parser.error(f"{options.what} needs --bench.")
+    if options.what == "device" and not options.bench:
+        parser.error("device needs --bench.")
     try:
         measure = measure_baselines if options.what == "baselines" else measure_ours
         failed = measure(options)

@@ -41,7 +41,9 @@ from baselines.settings import SETTINGS, Setting
 from our_engine import quality_of
 from results import ResultsFile, describe_machine
 from server_process import serving
-from targets import BY_NAME, Runs, TargetRow, format_row, row_of
+from targets import BY_NAME, Runs, format_row, row_of
+
+Figures = dict[str, float]
 
 MODEL_NAME = "measured"
 FIRST_WORD_ID, LAST_WORD_ID = 300, 40_000  # above special tokens and single bytes
@@ -111,7 +113,7 @@ class ServerBench:
         }
         return [json.dumps({**fields, "prompt": prompt}).encode() for prompt in ids]
 
-    def run(self, port: int, seed: int) -> LoadResult:
+    def run(self, port: int, seed: int) -> Figures:
         """Send all requests. The clock runs from the first request to the last answer."""
         bodies = self.bodies(seed)
         begun = time.perf_counter()
@@ -131,7 +133,7 @@ class ServerBench:
             try:
                 with running(self.llama_command(setting)) as port:
                     warm.run(port, 2)
-                    speeds[setting.name] = self.run(port, 1).requests_per_s
+                    speeds[setting.name] = self.run(port, 1)["requests_per_s"]
             except RuntimeError as error:
                 print(f"llama-server, {setting.name}: skipped: {error}", file=sys.stderr)
         return speeds
@@ -143,51 +145,24 @@ class Answer:
 
     sent: float
     pieces: list[float]
-    tokens: int
 
 
-@dataclass(frozen=True)
-class LoadResult:
-    """Figures of one run, times in seconds.
+def summarize(answers: Sequence[Answer], seconds: float) -> Figures:
+    """Return the figures of a run, times in seconds. Raise ValueError without two pieces to time.
 
     A piece is the text of one event: a token, or several tokens that form a character together.
-    99 % of the pieces arrived within `p99_token` after the previous piece.
     """
-
-    requests_per_s: float
-    tokens_per_s: float
-    p50_token: float
-    p99_token: float
-    p50_first: float
-    p99_first: float
-    pieces_per_token: float
-
-    @property
-    def text(self) -> str:
-        """Describe the times in words, for notes."""
-        return (
-            f"first token {self.p50_first:.3g} s (p99 {self.p99_first:.3g}), token "
-            f"{self.p50_token * 1e3:.3g} ms (p99 {self.p99_token * 1e3:.3g}), "
-            f"{self.pieces_per_token:.2f} pieces per token"
-        )
-
-
-def summarize(answers: Sequence[Answer], seconds: float) -> LoadResult:
-    """Return the figures of a run. ValueError is raised if there are no two pieces to time."""
     gaps = [b - a for x in answers for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
     if not gaps:
         raise ValueError(f"none of {len(answers)} answers has two pieces to time")
-    tokens = sum(answer.tokens for answer in answers)
     firsts = [answer.pieces[0] - answer.sent for answer in answers]
-    return LoadResult(
-        requests_per_s=len(answers) / seconds,
-        tokens_per_s=tokens / seconds,
-        p50_token=statistics.median(gaps),
-        p99_token=float(np.percentile(gaps, 99)),
-        p50_first=statistics.median(firsts),
-        p99_first=float(np.percentile(firsts, 99)),
-        pieces_per_token=sum(len(answer.pieces) for answer in answers) / tokens,
-    )
+    return {
+        "requests_per_s": len(answers) / seconds,
+        "p50_token": statistics.median(gaps),
+        "p99_token": float(np.percentile(gaps, 99)),
+        "p50_first": statistics.median(firsts),
+        "p99_first": float(np.percentile(firsts, 99)),
+    }
 
 
 async def send(port: int, body: bytes, *, lengths: tuple[int, int]) -> Answer:
@@ -218,7 +193,7 @@ async def send(port: int, body: bytes, *, lengths: tuple[int, int]) -> Answer:
 def read_answer(
     sent: float, lines: Sequence[tuple[float, bytes]], *, lengths: tuple[int, int]
 ) -> Answer:
-    """Parse the events of a stream. RuntimeError is raised for errors and for wrong lengths."""
+    """Parse the events of a stream. Raise RuntimeError for errors and for wrong lengths."""
     pieces: list[float] = []
     usage: dict[str, Any] = {}
     if not lines or lines[-1][1].split() != [b"data:", b"[DONE]"]:
@@ -236,24 +211,26 @@ def read_answer(
             f"the answer has {got[0]} prompt tokens and {got[1]} tokens in {len(pieces)} pieces; "
             f"the request asked for {lengths[0]} and {lengths[1]}"
         )
-    return Answer(sent, pieces, lengths[1])
+    return Answer(sent, pieces)
 
 
 def measure_servers(
     bench: ServerBench, setting: Setting, *, repeats: int
-) -> dict[str, list[LoadResult]]:
-    """Return the alternating runs `ours` and `peer`, after a short warm-up of each server."""
+) -> dict[str, list[Figures]]:
+    """Return the alternating runs `ours` and `baseline`, after a short warm-up of each server."""
     warm = replace(bench, answer_tokens=8)
-    results: dict[str, list[LoadResult]] = {"peer": [], "ours": []}
-    with running(bench.our_command()) as ours, running(bench.llama_command(setting)) as peer:
-        ports = {"peer": peer, "ours": ours}
+    results: dict[str, list[Figures]] = {"baseline": [], "ours": []}
+    with running(bench.our_command()) as ours, running(bench.llama_command(setting)) as baseline:
+        ports = {"baseline": baseline, "ours": ours}
         for port in ports.values():
             warm.run(port, 2)
         for turn in range(repeats):
             for name in ports if turn % 2 == 0 else reversed(ports):
                 result = bench.run(ports[name], 3 + turn)
                 results[name].append(result)
-                print(f"run {turn + 1}, {name}: {result.requests_per_s:.3g} requests/s", flush=True)
+                print(
+                    f"run {turn + 1}, {name}: {result['requests_per_s']:.3g} requests/s", flush=True
+                )
     return results
 
 
@@ -279,12 +256,15 @@ def server_runs(
     setting = SETTING_BY_NAME[max(speeds, key=lambda name: speeds[name])]
     results = measure_servers(bench, setting, repeats=repeats)
     fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
-    note = "; ".join(f"{name}: {runs[len(runs) // 2].text}" for name, runs in results.items())
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in runs[len(runs) // 2].items())
+        for name, runs in results.items()
+    )
     ours = f"{bench.mode}, {quality_of(bench.mode)}, {bench.load_text}"
     return {
         target: Runs(
-            [getattr(run, field) for run in results["ours"]],
-            [getattr(run, field) for run in results["peer"]],
+            [run[field] for run in results["ours"]],
+            [run[field] for run in results["baseline"]],
             ours,
             f"llama-server, {setting.name}",
             note,
@@ -308,7 +288,7 @@ def run(options: argparse.Namespace) -> None:
         prompt_tokens=cell.context,
         answer_tokens=cell.steps,
     )
-    file = ResultsFile(options.json, make_row=lambda fields: TargetRow(**fields))
+    file = ResultsFile(options.json)
     file.measured_on(describe_machine(options.num_threads))
     name = Path(info.path).stem
     found = server_runs(bench, file, model=name, repeats=options.repeats)

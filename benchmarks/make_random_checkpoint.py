@@ -5,8 +5,8 @@
     python benchmarks/make_random_checkpoint.py llama-3.2-1b OUT.gguf --format gguf --type q4_0
     python benchmarks/make_random_checkpoint.py path/to/config.json OUT_FOLDER --layers 2
 
-The result loads like the real checkpoint: names, shapes, formats, a tokenizer with the special
-tokens of the family, a chat template. The weights give finite activations and different logits.
+The result loads like the real checkpoint: names, shapes, formats, a tokenizer of the same size and
+a chat template. The weights give finite activations and different logits.
 Tensors are written in pieces of at most 16 MiB, and the peak memory of the process stays below
 512 MiB. The same seed gives the same bytes, and --layers N gives the first N layers of the longer
 model.
@@ -88,7 +88,7 @@ def read_config(name: str, layers: int | None) -> Config:
 
 
 def make_model(name: str, *, layers: int | None, seed: int) -> Model:
-    """Read and check a config. ValueError is raised for a wrong key."""
+    """Read and check a config. Raise ValueError for a wrong key."""
     config = read_config(name, layers)
     reader = ConfigReader(config, name)
     architecture = (reader.texts("architectures") or [""])[0]
@@ -162,7 +162,7 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
 def write_gguf(model: Model, path: Path, *, encoding: str) -> None:
     """Write a GGUF file in the layout of llama.cpp's converter, matrices in Q8_0 or Q4_0.
 
-    ValueError is raised for a mixture of dense layers and experts, which GGUF cannot hold.
+    Raise ValueError for a mixture of dense layers and experts, which GGUF cannot hold.
     """
     import gguf
 
@@ -259,7 +259,7 @@ def write_pieces(file: BinaryIO, tensor: RandomTensor, *, seed: int, bar: tqdm[A
 
 
 def check_space(folder: Path, tensors: Sequence[RandomTensor]) -> int:
-    """Return the bytes of all tensors. ValueError is raised if the disk has less space."""
+    """Return the bytes of all tensors. Raise ValueError if the disk has less space."""
     total = sum(tensor.num_bytes for tensor in tensors)
     free = shutil.disk_usage(folder).free
     if total > free:

@@ -34,7 +34,7 @@ class Cell:
     @property
     def room(self) -> int:
         """Return the tokens of a response. Early sequences decode while late prompts are read."""
-        return self.steps + 2 * self.batch + self.batch * self.context // 1024
+        return self.steps + 4 * self.batch + self.batch * self.context // 1024
 
     @property
     def session_len(self) -> int:
@@ -50,23 +50,6 @@ class Timing:
     decode: float
 
 
-@dataclass(frozen=True)
-class OurSetting:
-    """The KV cache of the engine. `quality` None selects the default of the format."""
-
-    mode: str
-    session_len: int
-    num_blocks: int
-    quality: Literal["raw", "balanced"] | None = None
-    max_batch_size: int = 32
-
-    @classmethod
-    def for_cell(cls, cell: Cell, mode: str) -> OurSetting:
-        """Return a setting with room for one cell and its cached prompts."""
-        blocks = cell.batch * (cell.session_len // BLOCK_TOKENS + 1)
-        return cls(mode, cell.session_len, blocks, max_batch_size=cell.batch)
-
-
 def quality_of(mode: str) -> str:
     """Return the quality that a user of `--quant-policy` gets by default."""
     from lmdeploy import TurbomindEngineConfig
@@ -76,30 +59,41 @@ def quality_of(mode: str) -> str:
 
 
 class OurEngine:
-    """One engine with one KV format. With `profiled`, a profiling device times its ops."""
+    """One engine with one KV format and room for one cell and its cached prompts.
+
+    `quality` None selects the default of the format. With `profiled`, a profiling device times the
+    ops.
+    """
 
     def __init__(
-        self, loaded: Any, *, setting: OurSetting, threads: int, profiled: bool = False
+        self,
+        loaded: Any,
+        device: _turbomind.Device,
+        *,
+        cell: Cell,
+        mode: str,
+        quality: Literal["raw", "balanced"] | None = None,
+        profiled: bool = False,
     ) -> None:
         from lmdeploy import TurbomindEngineConfig, _turbomind
-        from lmdeploy.config.kv_formats import parse_quant_policy
+        from lmdeploy.config.kv_format_options import parse_quant_policy
         from lmdeploy.engine.plan import engine_config_of
 
         config = loaded.config
         options, kv = engine_config_of(
             TurbomindEngineConfig(
-                quant_policy=setting.mode,
-                kv_quality=setting.quality if parse_quant_policy(setting.mode) != "none" else None,
-                max_batch_size=setting.max_batch_size,
-                session_len=setting.session_len,
-                cache_max_entry_count=setting.num_blocks,
+                quant_policy=mode,
+                kv_quality=quality if parse_quant_policy(mode) != "none" else None,
+                max_batch_size=cell.batch,
+                session_len=cell.session_len,
+                cache_max_entry_count=cell.batch * (cell.session_len // BLOCK_TOKENS + 1),
             ),
             config,
             model_path="",
+            capability=device.capability,
         )
-        self.mode, self.quality, self.vocab_size = setting.mode, kv.quality_text, config.vocab_size
-        self.format = f"{self.mode}, {self.quality}"
-        device: _turbomind.Device = _turbomind.make_cpu_device(threads)
+        self.quality, self.vocab_size = kv.quality_text, config.vocab_size
+        self.format = f"{mode}, {self.quality}"
         self.profiling: _turbomind.ProfilingDevice | None = None
         if profiled:
             self.profiling = device = _turbomind.make_profiling_device(device)
@@ -117,7 +111,8 @@ class OurEngine:
         """Stop the engine."""
         self._engine.close()
 
-    def _submit(self, prompt: list[int], max_new_tokens: int) -> int:
+    def submit(self, prompt: list[int], max_new_tokens: int) -> int:
+        """Submit a request and return its id."""
         from lmdeploy import _turbomind
 
         request = _turbomind.Request()
@@ -127,7 +122,8 @@ class OurEngine:
         self._engine.submit(request)
         return request.id
 
-    def _outputs(self) -> list[_turbomind.RequestOutput]:
+    def outputs(self) -> list[_turbomind.RequestOutput]:
+        """Wait for outputs. RuntimeError is raised for a request that failed."""
         outputs = self._engine.wait_outputs(STALL_MS)
         if not outputs:
             raise RuntimeError(f"the engine returned no outputs: {self._engine.failure}")
@@ -136,9 +132,16 @@ class OurEngine:
                 raise RuntimeError(output.error)
         return outputs
 
-    def _drain(self, ids: set[int]) -> None:
+    def drain(self, ids: set[int]) -> None:
+        """Wait until these requests have ended."""
         while ids:
-            ids -= {o.request_id for o in self._outputs() if o.finish_reason != "none"}
+            ids -= {o.request_id for o in self.outputs() if o.finish_reason != "none"}
+
+    def cancel(self, ids: set[int]) -> None:
+        """Cancel these requests and wait until they have ended."""
+        for request_id in ids:
+            self._engine.cancel(request_id)
+        self.drain(set(ids))
 
     def _clear(self) -> None:
         self._engine.clear_prefix_cache()
@@ -150,25 +153,20 @@ class OurEngine:
         self._clear()
         prompts = cell.prompts(self.vocab_size)
         begun = time.perf_counter()
-        self._drain({self._submit(prompt, 1) for prompt in prompts})
+        self.drain({self.submit(prompt, 1) for prompt in prompts})
         return cell.context * cell.batch / (time.perf_counter() - begun)
-
-    def decode(self, cell: Cell) -> float:
-        """Return tokens per second with every sequence running; cached prompts are reused."""
-        return self._timed(cell).decode
 
     def run(self, cell: Cell) -> Timing:
         """Time prefill, then decode with every sequence running."""
-        self._clear()
-        return self._timed(cell)
+        return Timing(self.prefill(cell), self.decode(cell))
 
-    def _timed(self, cell: Cell) -> Timing:
+    def decode(self, cell: Cell) -> float:
+        """Return tokens per second with every sequence running; cached prompts are reused."""
         prompts = cell.prompts(self.vocab_size)
-        begun = time.perf_counter()
-        waiting = {self._submit(prompt, cell.room) for prompt in prompts}
+        waiting = {self.submit(prompt, cell.room) for prompt in prompts}
         running = set(waiting)
         while waiting:
-            for output in self._outputs():
+            for output in self.outputs():
                 if output.tokens:
                     waiting.discard(output.request_id)
                 if output.finish_reason != "none":  # a tiny model may have finished already
@@ -176,15 +174,13 @@ class OurEngine:
         started = time.perf_counter()
         tokens = 0
         while running and tokens < cell.steps * cell.batch:
-            for output in self._outputs():
+            for output in self.outputs():
                 tokens += len(output.tokens)
                 if output.finish_reason != "none":
                     running.discard(output.request_id)
         seconds = time.perf_counter() - started
-        for request_id in running:
-            self._engine.cancel(request_id)
-        self._drain(running)
-        return Timing(cell.context * cell.batch / (started - begun), tokens / seconds)
+        self.cancel(running)
+        return tokens / seconds
 
     def profile_table(self) -> str:
         """Return a table of time and bytes per op since the last clear."""

@@ -1,30 +1,62 @@
-"""A byte-level BPE tokenizer of any size with the special tokens and chat template of a family.
+"""A byte-level BPE tokenizer of any size, with special tokens and a chat template.
 
 The vocabulary has the 256 bytes, pairs of letters, words that no text produces (a random model
-answers with them), and the special tokens at the ids of the family. Unused ids follow up to the
-vocabulary size of the model, as in published checkpoints.
+answers with them), and special tokens. Those of GPT-OSS have the ids of the published model; other
+models get the tokens of ChatML. Unused ids follow up to the vocabulary size of the model.
 """
 
 from __future__ import annotations
 
-import json
 import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from results import write_json
 
 from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
 from lmdeploy.chat.tokenizer import byte_alphabet
 
-FAMILIES = Path(__file__).with_name("checkpoint_tokenizers.yaml")
+# `tokens` are consecutive ids from `first` on; a number between them stands for that many reserved
+# tokens. The first of `eos` is the end of an answer, `pad` fills batches.
+GPT_OSS: dict[str, Any] = {
+    "pre": "gpt-4o",
+    "first": 199998,
+    "tokens": [
+        *("<|startoftext|>", "<|endoftext|>", 2, "<|return|>", "<|constrain|>", 1, "<|channel|>"),
+        *("<|start|>", "<|end|>", "<|message|>", 3, "<|call|>", 5, "<|endofprompt|>"),
+    ],
+    "eos": ["<|return|>", "<|endoftext|>", "<|call|>"],
+    "pad": "<|endoftext|>",
+    "template": (
+        "<|start|>system<|message|>You are a test model with random weights.\n\n"
+        'Reasoning: {{ reasoning_effort or "medium" }}\n\n'
+        "# Valid channels: analysis, commentary, final.<|end|>"
+        "{% for message in messages %}"
+        '{{ "<|start|>" + ("developer" if message.role == "system" else message.role) }}'
+        '{{ "<|channel|>final" if message.role == "assistant" }}'
+        '{{ "<|message|>" + message.content + "<|end|>" }}{% endfor %}'
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    ),
+}
+CHAT_ML: dict[str, Any] = {
+    "pre": "qwen2",
+    "first": 1 << 31,  # at the end of the vocabulary
+    "tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "eos": ["<|im_end|>", "<|endoftext|>"],
+    "pad": "<|endoftext|>",
+    "template": (
+        "{% for message in messages %}"
+        '{{ "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}'
+        '{% endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}'
+    ),
+}
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # tokenizer.ggml.token_type
 
 
 @dataclass(frozen=True)
 class RandomTokenizer:
-    """Ids of words and special tokens. `family` is an entry of checkpoint_tokenizers.yaml."""
+    """Ids of words and special tokens. `family` is GPT_OSS or CHAT_ML."""
 
     family: dict[str, Any]
     special_ids: dict[str, int]
@@ -34,9 +66,8 @@ class RandomTokenizer:
 
     @classmethod
     def of(cls, architecture: str, vocab_size: int) -> RandomTokenizer:
-        """Make the tokenizer of a model. ValueError is raised for too small a vocabulary."""
-        families = yaml.safe_load(FAMILIES.read_text(encoding="utf-8")).values()
-        family = next(f for f in families if architecture in f["architectures"])
+        """Make the tokenizer of a model. Raise ValueError for too small a vocabulary."""
+        family = GPT_OSS if architecture == "GptOssForCausalLM" else CHAT_ML
         names: list[str] = []
         for token in family["tokens"]:
             reserved = range(token) if isinstance(token, int) else ()
@@ -45,46 +76,39 @@ class RandomTokenizer:
         if vocab_size < (least := len(alphabet) + len(names)):
             raise ValueError(f"vocab_size {vocab_size} is too small; it must be at least {least}.")
         first = min(family["first"], vocab_size - len(names))
-        count = first or vocab_size - len(names)
         letters = string.ascii_lowercase
-        merges = [(a, b) for a in "Ġ" + letters for b in letters][: count - len(alphabet)]
+        merges = [(a, b) for a in "Ġ" + letters for b in letters][: first - len(alphabet)]
         words = alphabet + [a + b for a, b in merges]
-        words += [f"Ġw{i}" for i in range(count - len(words))]
-        start = 0 if first else len(names)
+        words += [f"Ġw{i}" for i in range(first - len(words))]
         return cls(
             family,
             {name: first + i for i, name in enumerate(names)},
-            {word: start + i for i, word in enumerate(words)},
+            {word: i for i, word in enumerate(words)},
             merges,
             vocab_size,
         )
 
     def config_ids(self) -> dict[str, Any]:
         """Return the ids that config.json and generation_config.json name."""
-        family = self.family
-        ids = {
-            "eos_token_id": [self.special_ids[name] for name in family["eos"]],
-            "pad_token_id": self.special_ids[family["pad"]],
-        }
-        return ids | ({"bos_token_id": self.special_ids[family["bos"]]} if family["bos"] else {})
+        eos = [self.special_ids[name] for name in self.family["eos"]]
+        return {"eos_token_id": eos, "pad_token_id": self.special_ids[self.family["pad"]]}
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, its configs and the chat template into a folder."""
-        family = self.family
         self.backend().save(str(folder / "tokenizer.json"))
-        names = {"eos_token": family["eos"][0], "pad_token": family["pad"]}
-        names |= {"bos_token": family["bos"]} if family["bos"] else {}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        for name, value in (
-            ("tokenizer_config.json", {**settings, "clean_up_tokenization_spaces": False, **names}),
-            ("generation_config.json", self.config_ids()),
-        ):
-            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        (folder / "chat_template.jinja").write_text(family["template"], encoding="utf-8")
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": self.family["eos"][0],
+            "pad_token": self.family["pad"],
+        }
+        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / "generation_config.json", self.config_ids())
+        (folder / "chat_template.jinja").write_text(self.family["template"], encoding="utf-8")
 
     def backend(self) -> Any:
         """Return the tokenizer of the `tokenizers` library."""
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
         from tokenizers import pre_tokenizers as pre
 
         backend = Tokenizer(models.BPE(self.words, self.merges))
@@ -96,11 +120,6 @@ class RandomTokenizer:
         )
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([AddedToken(n, special=True) for n in self.special_ids])
-        if self.family["add_bos"]:
-            bos = self.family["bos"]
-            backend.post_processor = processors.TemplateProcessing(
-                single=[bos, "$A"], special_tokens=[(bos, self.special_ids[bos])]
-            )
         return backend
 
     def add_to_gguf(self, writer: Any) -> None:
@@ -115,9 +134,7 @@ class RandomTokenizer:
         writer.add_token_list(tokens)
         writer.add_token_types(kinds)
         writer.add_token_merges([f"{left} {right}" for left, right in self.merges])
-        if self.family["bos"]:
-            writer.add_bos_token_id(self.special_ids[self.family["bos"]])
-            writer.add_add_bos_token(self.family["add_bos"])
+        writer.add_add_bos_token(False)
         writer.add_eos_token_id(self.special_ids[self.family["eos"][0]])
         writer.add_pad_token_id(self.special_ids[self.family["pad"]])
         writer.add_chat_template(self.family["template"])

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]
+
 ROOT = Path(__file__).resolve().parents[1]
 # Results and pages change with every measured row, but speed does not depend on them.
 SOURCES = (".", ":!benchmarks/results", ":!docs", ":!tests", ":!*.md")
-SAME_MACHINE = ("cpu", "cores", "threads", "caches", "isa", "llama_cpp")
+SAME_MACHINE = ("cpu", "cores", "threads", "isa", "llama_cpp")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -31,38 +32,15 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def cpu_name() -> str:
-    """Return the model name in /proc/cpuinfo."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def cache_bytes() -> dict[str, int]:
-    """Return the sizes of the data caches of the first core, for example {"l1": 32768}."""
-    sizes: dict[str, int] = {}
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
-            level, kind, size = (
-                (folder / name).read_text().strip() for name in ("level", "type", "size")
-            )
-        except OSError:
-            continue
-        if kind != "Instruction" and size.endswith("K") and size[:-1].isdigit():
-            sizes[f"l{level}"] = int(size[:-1]) * 1024
-    return sizes
-
-
 def describe_machine(threads: int) -> dict[str, Any]:
     """Return the facts about the machine and the libraries that speed depends on."""
     from lmdeploy import __version__, _turbomind
+    from lmdeploy.base.resources import cpu_name
 
     about: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
-        "caches": cache_bytes(),
         "isa": _turbomind.available_cpu_isas()[-1],
         "kernel": platform.release().split("-")[0],
         "lmdeploy": __version__,
@@ -92,36 +70,28 @@ def commit_here(root: Path = ROOT) -> str:
 class ResultsFile:
     """Rows of one machine by (model, name). The file is written after every row.
 
-    Rows are dataclasses made by `make_row` from the fields of a stored row. `path` None keeps the
-    rows in memory only. ValueError is raised for a file that has another format.
+    `path` None keeps the rows in memory only. Raise ValueError for a file that has another format.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        *,
-        make_row: Callable[[Mapping[str, Any]], Any],
-        commit: str | None = None,
-    ) -> None:
+    def __init__(self, path: Path | None, *, commit: str | None = None) -> None:
         self._path = path
         self.commit = commit_here() if commit is None else commit
         self.about: dict[str, Any] = {}
         self.searches: dict[str, Any] = {}
-        self._rows: dict[tuple[str, str], Any] = {}
+        self._rows: dict[tuple[str, str], Row] = {}
         if path and path.exists():
             try:
                 document = json.loads(path.read_text(encoding="utf-8"))
                 self.about, self.searches = dict(document["about"]), dict(document["searches"])
-                for fields in document["rows"]:
-                    row = make_row(fields)
-                    self._rows[row.model, row.name] = row
-            except (ValueError, KeyError, TypeError) as error:
+                rows = [read_row(fields) for fields in document["rows"]]
+                self._rows = {(row["model"], row["name"]): row for row in rows}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"{path} does not hold results of this suite: {error!r}"
                 ) from error
 
     def measured_on(self, machine: dict[str, Any]) -> None:
-        """Record the machine. Raises ValueError if the rows were measured on another machine."""
+        """Record the machine. Raise ValueError if the rows were measured on another machine."""
         self.about = self.about or machine
         for key in SAME_MACHINE:
             known, here = self.about.get(key), machine.get(key)
@@ -131,27 +101,26 @@ class ResultsFile:
                     f"has {here}. Give --json another file."
                 )
 
-    def row(self, model: str, name: str, *, repeats: int) -> Any | None:
+    def row(self, model: str, name: str, *, repeats: int) -> Row | None:
         """Return the row of this commit with at least `repeats` runs, or None."""
         row = self._rows.get((model, name))
-        if not row or row.repeats < repeats:
+        if not row or row["repeats"] < repeats:
             return None
-        if row.commit == self.commit:
+        if row["commit"] == self.commit:
             return row
-        origin = f"{row.commit or 'an unknown commit'} {row.date}".rstrip()
-        print(f"{name}: the row is from {origin}, the sources are at {self.commit}; measured again")
+        print(f"{name}: the row is of {row['commit'] or 'an unknown commit'}; measured again")
         return None
 
-    def add(self, row: Any) -> None:
+    def add(self, row: Row) -> None:
         """Store a row with commit and date, and write the file.
 
         A row without figures never replaces a row with figures.
         """
-        known = self._rows.get((row.model, row.name))
-        if known and known.repeats and not row.repeats:
+        key = row["model"], row["name"]
+        if key in self._rows and self._rows[key]["repeats"] and not row["repeats"]:
             return
         date = datetime.now(timezone.utc).date().isoformat()
-        self._rows[row.model, row.name] = dataclasses.replace(row, commit=self.commit, date=date)
+        self._rows[key] = {**row, "commit": self.commit, "date": date}
         self._save()
 
     def search(self, key: str, measure: Callable[[], Any]) -> Any:
@@ -163,5 +132,10 @@ class ResultsFile:
 
     def _save(self) -> None:
         if self._path:
-            rows = [dataclasses.asdict(row) for row in self._rows.values()]
+            rows = list(self._rows.values())
             write_json(self._path, {"about": self.about, "searches": self.searches, "rows": rows})
+
+
+def read_row(fields: Row) -> Row:
+    """Return a stored row. Older files say "peer" where newer ones say "baseline"."""
+    return {key.replace("peer", "baseline"): value for key, value in fields.items()}

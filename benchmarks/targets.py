@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from baselines.settings import BY_NAME as SETTING_BY_NAME
 from baselines.settings import SETTINGS, Setting
-from our_engine import Cell, OurEngine, OurSetting, quality_of
-from results import ResultsFile
+from our_engine import Cell, OurEngine, quality_of
+from results import ResultsFile, Row
 
 if TYPE_CHECKING:
     from baselines.llama_cpp import LlamaCpp
@@ -47,18 +47,26 @@ class Kind(Enum):
 class Target:
     """One line of the table. `better` is the direction in which the ratio meets `goal`.
 
-    `settings` names the settings of llama.cpp that are tried (baselines/llama_cpp.py).
+    `settings` names the settings of llama.cpp that are tried (baselines/settings.py).
     """
 
     name: str
-    work: str
     kind: Kind
     goal: float
     cell: Cell
+    settings: str = ""
     mode: str = FP4
-    settings: str = "decode"
     better: Literal[">=", "<="] = ">="
     unit: str = "tokens/s"
+
+    @property
+    def work(self) -> str:
+        """Describe the work in words."""
+        cell, cache = self.cell, "16 bit" if self.mode == "none" else "fp4"
+        if self.kind is Kind.SERVER:
+            sizes = f"{cell.context} in, {cell.steps} out"
+            return f"server, {cell.batch} streaming clients, {sizes}, {cache}"
+        return f"{self.kind.value}, batch {cell.batch}, context {cell.context}, {cache}"
 
     def is_met(self, ratio: float | None) -> bool | None:
         """Return whether a ratio meets the goal. None means that nothing was measured."""
@@ -67,113 +75,23 @@ class Target:
         return ratio >= self.goal if self.better == ">=" else ratio <= self.goal
 
 
-def _decode(context: int, batch: int, *, goal: float, steps: int) -> Target:
-    work = f"decode, batch 1, context {context}, fp4"
-    if batch > 1:
-        work = f"{batch} sequences decoding together, context {context}, fp4"
-    name, settings = f"decode-{context}-batch-{batch}", "decode" if batch == 1 else "batch"
-    return Target(name, work, Kind.DECODE, goal, Cell(context, batch, steps), settings=settings)
-
-
-def _prefill(context: int, goal: float) -> Target:
-    work, cell = f"prefill, {context} tokens, fp4", Cell(context, 1, 1)
-    return Target(f"prefill-{context}", work, Kind.PREFILL, goal, cell, settings="prefill")
-
-
-def _attention(context: int) -> Target:
-    return Target(
-        f"attention-{context}",
-        f"attention alone, fp4, context {context}, batch 8",
-        Kind.ATTENTION,
-        goal=0.7,
-        cell=Cell(context, 8, 1),
-        unit="bytes/s",
-    )
-
-
-_SERVER_CELL = Cell(512, 16, 128)
-
 TARGETS = (
-    Target(
-        "decode-128-16bit",
-        "decode, batch 1, context 128, 16 bit",
-        Kind.DECODE,
-        goal=1.2,
-        cell=Cell(128, 1, 64),
-        mode="none",
-        settings="16 bit",
-    ),
-    _decode(2048, 1, goal=1.8, steps=32),
-    _decode(8192, 1, goal=3.5, steps=16),
-    _prefill(128, 3.0),
-    _prefill(2048, 4.0),
-    _prefill(8192, 6.0),
-    _decode(128, 32, goal=5.0, steps=32),
-    _decode(1024, 32, goal=6.0, steps=16),
-    Target(
-        "server-requests",
-        "server, 16 streaming clients, 512 in, 128 out, fp4",
-        Kind.SERVER,
-        goal=4.0,
-        cell=_SERVER_CELL,
-        unit="requests/s",
-    ),
-    Target(
-        "server-p99",
-        "server, the same: p99 time per token",
-        Kind.SERVER,
-        goal=0.3,
-        cell=_SERVER_CELL,
-        better="<=",
-        unit="s",
-    ),
-    Target(
-        "decode-32768-own",
-        "decode, batch 1, context 32768, fp4 against our own 16 bit",
-        Kind.DECODE_OWN,
-        goal=2.0,
-        cell=Cell(32768, 1, 16),
-    ),
-    _attention(8192),
-    _attention(32768),
-    Target(
-        "memory",
-        "peak memory of the process, context 2048, fp4",
-        Kind.MEMORY,
-        goal=1.0,
-        cell=Cell(2048, 1, 8),
-        better="<=",
-        unit="bytes",
-    ),
+    Target("decode-128-16bit", Kind.DECODE, 1.2, Cell(128, 1, 64), "16 bit", mode="none"),
+    Target("decode-2048-batch-1", Kind.DECODE, 1.8, Cell(2048, 1, 32), "decode"),
+    Target("decode-8192-batch-1", Kind.DECODE, 3.5, Cell(8192, 1, 16), "decode"),
+    Target("prefill-128", Kind.PREFILL, 3.0, Cell(128, 1, 1), "prefill"),
+    Target("prefill-2048", Kind.PREFILL, 4.0, Cell(2048, 1, 1), "prefill"),
+    Target("prefill-8192", Kind.PREFILL, 6.0, Cell(8192, 1, 1), "prefill"),
+    Target("decode-128-batch-32", Kind.DECODE, 5.0, Cell(128, 32, 32), "batch"),
+    Target("decode-1024-batch-32", Kind.DECODE, 6.0, Cell(1024, 32, 16), "batch"),
+    Target("server-requests", Kind.SERVER, 4.0, Cell(512, 16, 128), unit="requests/s"),
+    Target("server-p99", Kind.SERVER, 0.3, Cell(512, 16, 128), better="<=", unit="s"),
+    Target("decode-32768-own", Kind.DECODE_OWN, 2.0, Cell(32768, 1, 16)),
+    Target("attention-8192", Kind.ATTENTION, 0.7, Cell(8192, 8, 1), unit="bytes/s"),
+    Target("attention-32768", Kind.ATTENTION, 0.7, Cell(32768, 8, 1), unit="bytes/s"),
+    Target("memory", Kind.MEMORY, 1.0, Cell(2048, 1, 8), better="<=", unit="bytes"),
 )
 BY_NAME = {target.name: target for target in TARGETS}
-
-
-@dataclass(frozen=True)
-class TargetRow:
-    """One measured line. `ratio` is the median of the ratios of the paired runs."""
-
-    name: str
-    work: str
-    model: str
-    unit: str
-    ours: float | None
-    ours_setting: str
-    peer: float | None
-    peer_setting: str
-    ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
-    repeats: int
-    better: str
-    target: float
-    met: bool | None
-    trial: bool
-    note: str
-    ours_runs: list[float]
-    peer_runs: list[float]
-    commit: str = ""
-    date: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,23 +99,26 @@ class Runs:
     """Alternating runs of both engines, in the order in which they were paired."""
 
     ours: Sequence[float]
-    peer: Sequence[float]
+    baseline: Sequence[float]
     ours_setting: str
-    peer_setting: str
+    baseline_setting: str
     note: str = ""
 
 
-def row_of(target: Target, runs: Runs | None, *, model: str, note: str = "") -> TargetRow:
-    """Return the row with medians and verdict, or a row without figures for `runs` None.
+def row_of(target: Target, runs: Runs | None, *, model: str, note: str = "") -> Row:
+    """Return the JSON object of a row, without figures if `runs` is None.
 
-    Raises ValueError for runs that do not pair and for figures that are not positive.
+    `ratio` is the median of the ratios of the paired runs. Raise ValueError for runs that do not
+    pair and for figures that are not positive.
     """
-    ours, peer = (list(runs.ours), list(runs.peer)) if runs else ([], [])
-    if len(ours) != len(peer) or not all(math.isfinite(x) and x > 0 for x in [*ours, *peer]):
+    ours, baseline = (list(runs.ours), list(runs.baseline)) if runs else ([], [])
+    if len(ours) != len(baseline) or not all(
+        math.isfinite(x) and x > 0 for x in [*ours, *baseline]
+    ):
         raise ValueError(
-            f"{target.name}: the runs {ours} and {peer} are not pairs of positive figures"
+            f"{target.name}: the runs {ours} and {baseline} are not pairs of positive figures"
         )
-    ratios = [a / b for a, b in zip(ours, peer, strict=True)]
+    ratios = [a / b for a, b in zip(ours, baseline, strict=True)]
     ratio = statistics.median(ratios) if ratios else None
     if runs:
         few = len(ratios) < MIN_REPEATS and target.kind is not Kind.ATTENTION
@@ -206,27 +127,26 @@ def row_of(target: Target, runs: Runs | None, *, model: str, note: str = "") -> 
     def of(choose: Callable[[list[float]], float], values: list[float]) -> float | None:
         return rounded(choose(values)) if values else None
 
-    return TargetRow(
-        name=target.name,
-        work=target.work,
-        model=model,
-        unit=target.unit,
-        ours=of(statistics.median, ours),
-        ours_setting=runs.ours_setting if runs else "",
-        peer=of(statistics.median, peer),
-        peer_setting=runs.peer_setting if runs else "",
-        ratio=of(statistics.median, ratios),
-        ratio_low=of(min, ratios),
-        ratio_high=of(max, ratios),
-        repeats=len(ratios),
-        better=target.better,
-        target=target.goal,
-        met=target.is_met(ratio),
-        trial=False,
-        note=note,
-        ours_runs=[rounded(value) for value in ours],
-        peer_runs=[rounded(value) for value in peer],
-    )
+    return {
+        "name": target.name,
+        "work": target.work,
+        "model": model,
+        "unit": target.unit,
+        "ours": of(statistics.median, ours),
+        "ours_setting": runs.ours_setting if runs else "",
+        "baseline": of(statistics.median, baseline),
+        "baseline_setting": runs.baseline_setting if runs else "",
+        "ratio": of(statistics.median, ratios),
+        "ratio_low": of(min, ratios),
+        "ratio_high": of(max, ratios),
+        "repeats": len(ratios),
+        "better": target.better,
+        "target": target.goal,
+        "met": target.is_met(ratio),
+        "note": note,
+        "ours_runs": [rounded(value) for value in ours],
+        "baseline_runs": [rounded(value) for value in baseline],
+    }
 
 
 def rounded(value: float) -> float:
@@ -236,15 +156,6 @@ def rounded(value: float) -> float:
 
 class NotMeasured(Exception):
     """The reason why a row has no figures."""
-
-
-@dataclass(frozen=True)
-class SuiteOptions:
-    """Options of the suite."""
-
-    threads: int
-    repeats: int
-    attention_bench: Path | None = None
 
 
 def alternate(
@@ -262,22 +173,6 @@ def alternate(
     return sides[1][1], sides[0][1]
 
 
-def peak_memory(path: str, cell: Cell, *, engine: str, setting: str, threads: int) -> int:
-    """Return the peak bytes of one engine in a new process (bench_engine.py --peak)."""
-    command = [sys.executable, str(Path(__file__).with_name("bench_engine.py")), "--model", path]
-    command += ["--peak", f"{engine}:{setting}", "--contexts", str(cell.context)]
-    command += ["--steps", str(cell.steps), "--num-threads", str(threads)]
-    return int(json_of(command)["peak_rss_bytes"])
-
-
-def attention_run(bench: Path, config: Any, *, cell: Cell, mode: str, threads: int) -> Any:
-    """Run attention_alone_bench once and return its JSON object."""
-    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    command = [str(bench), f"mode={mode}", f"context={cell.context}", f"batch={cell.batch}"]
-    command += [f"kv_heads={heads}", f"group={group}", f"head_dim={config.head_dim}"]
-    return json_of([*command, f"threads={threads}"])
-
-
 def json_of(command: Sequence[str]) -> Any:
     """Run a program and return the JSON object on its last line."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
@@ -290,60 +185,67 @@ class TargetSuite:
     """Measures the targets for one model and writes every row to the file."""
 
     def __init__(
-        self, loaded: Any, peer: LlamaCpp | None, *, options: SuiteOptions, file: ResultsFile
+        self,
+        loaded: Any,
+        baseline: LlamaCpp | None,
+        *,
+        file: ResultsFile,
+        threads: int,
+        repeats: int,
+        attention_bench: Path | None,
     ) -> None:
-        self._loaded, self._peer, self._options, self._file = loaded, peer, options, file
-        self._path = Path(loaded.path)
-        self.model = self._path.stem
+        self._loaded, self._baseline, self._file = loaded, baseline, file
+        self._threads, self._repeats, self._bench = threads, repeats, attention_bench
+        self.model = Path(loaded.path).stem
 
-    def run(self, targets: Sequence[Target], *, report: Callable[[TargetRow], None]) -> None:
-        """Measure the rows that the file does not have."""
+    def run(self, targets: Sequence[Target]) -> None:
+        """Measure and print the rows. Rows of the file are not measured again."""
+        measures = {
+            Kind.DECODE: self._against_llama_cpp,
+            Kind.PREFILL: self._against_llama_cpp,
+            Kind.DECODE_OWN: self._own,
+            Kind.MEMORY: self._memory,
+            Kind.ATTENTION: self._attention,
+            Kind.SERVER: self._server,
+        }
         for target in targets:
-            earlier = self._file.row(self.model, target.name, repeats=self._options.repeats)
-            report(earlier or self._measured(target))
-
-    def _measured(self, target: Target) -> TargetRow:
-        try:
-            row = row_of(target, self._runs(target, target.cell), model=self.model)
-        except NotMeasured as why:
-            row = row_of(target, None, model=self.model, note=f"not measured: {why}")
-        self._file.add(row)
-        return row
-
-    def _runs(self, target: Target, cell: Cell) -> Runs:
-        if target.kind in (Kind.DECODE, Kind.PREFILL):
-            return self._against_llama_cpp(target, cell)
-        if target.kind is Kind.DECODE_OWN:
-            return self._own(target, cell)
-        if target.kind is Kind.MEMORY:
-            return self._memory(target, cell)
-        if target.kind is Kind.ATTENTION:
-            return self._attention(target, cell)
-        raise NotMeasured("run benchmarks/bench_server.py --llama-server PATH --json FILE")
+            row = self._file.row(self.model, target.name, repeats=self._repeats)
+            if row is None:
+                try:
+                    row = row_of(target, measures[target.kind](target), model=self.model)
+                except NotMeasured as why:
+                    row = row_of(target, None, model=self.model, note=f"not measured: {why}")
+                self._file.add(row)
+            print(format_row(row), flush=True)
 
     def _engine(self, cell: Cell, mode: str) -> OurEngine:
-        setting = OurSetting.for_cell(cell, mode)
-        return OurEngine(self._loaded, setting=setting, threads=self._options.threads)
+        from lmdeploy import _turbomind
 
-    def _setting(self, target: Target, cell: Cell) -> Setting:
+        device = _turbomind.make_cpu_device(self._threads)
+        return OurEngine(self._loaded, device, cell=cell, mode=mode)
+
+    def _llama_cpp(self) -> LlamaCpp:
+        if not self._baseline:
+            raise NotMeasured("llama-cpp-python is not installed")
+        return self._baseline
+
+    def _setting(self, target: Target) -> Setting:
         """Return the fastest setting of llama.cpp for the cell."""
-        assert self._peer
-        peer = self._peer
-        tried = SETTINGS[target.settings]
+        cell, baseline = target.cell, self._llama_cpp()
         works = f"{target.kind.value}, batch {cell.batch}, context {cell.context}"
-        key = f"{self.model}: {works}, {target.settings} settings"
         speeds = self._file.search(
-            key, lambda: {s.name: speed_of(peer, cell, setting=s, kind=target.kind) for s in tried}
+            f"{self.model}: {works}, {target.settings} settings",
+            lambda: {
+                s.name: speed_of(baseline, target, setting=s) for s in SETTINGS[target.settings]
+            },
         )
         return SETTING_BY_NAME[max(speeds, key=lambda name: speeds[name])]
 
-    def _against_llama_cpp(self, target: Target, cell: Cell) -> Runs:
-        if not self._peer:
-            raise NotMeasured("llama-cpp-python is not installed")
-        setting = self._setting(target, cell)
+    def _against_llama_cpp(self, target: Target) -> Runs:
+        setting, cell = self._setting(target), target.cell
         with ExitStack() as stack:
             engine = stack.enter_context(self._engine(cell, target.mode))
-            context = stack.enter_context(self._peer.context(cell, setting))
+            context = stack.enter_context(self._llama_cpp().context(cell, setting))
             ours, theirs = lambda: engine.decode(cell), context.decode
             if target.kind is Kind.PREFILL:
                 engine.prefill(replace(cell, context=min(cell.context, 512)))  # warm up
@@ -352,53 +254,54 @@ class TargetSuite:
                 context.fill()
                 engine.decode(cell)
                 context.decode()
-            pairs = alternate(ours, theirs, repeats=self._options.repeats)
+            pairs = alternate(ours, theirs, repeats=self._repeats)
             return Runs(*pairs, engine.format, setting.name)
 
-    def _own(self, target: Target, cell: Cell) -> Runs:
+    def _own(self, target: Target) -> Runs:
         """Compare with our 16-bit cache. Both engines keep their prompts; decoding alternates."""
+        cell = target.cell
         with self._engine(cell, target.mode) as engine, self._engine(cell, "none") as plain:
             engine.decode(cell)
             plain.decode(cell)
             pairs = alternate(
-                lambda: engine.decode(cell),
-                lambda: plain.decode(cell),
-                repeats=self._options.repeats,
+                lambda: engine.decode(cell), lambda: plain.decode(cell), repeats=self._repeats
             )
             return Runs(*pairs, engine.format, "ours, 16 bit")
 
-    def _memory(self, target: Target, cell: Cell) -> Runs:
+    def _memory(self, target: Target) -> Runs:
         """Compare with the setting of llama.cpp that needs the least memory."""
-        if not self._peer:
-            raise NotMeasured("llama-cpp-python is not installed")
-        path, threads = str(self._path), self._options.threads
+        self._llama_cpp()
 
         def peak(engine: str, setting: str) -> int:
-            return peak_memory(path, cell, engine=engine, setting=setting, threads=threads)
+            """Return the peak bytes of one engine in a new process (bench_engine.py --peak)."""
+            command = [sys.executable, str(Path(__file__).with_name("bench_engine.py"))]
+            command += ["--model", str(self._loaded.path), "--peak", f"{engine}:{setting}"]
+            command += ["--contexts", str(target.cell.context), "--steps", str(target.cell.steps)]
+            return int(json_of([*command, "--num-threads", str(self._threads)])["peak_rss_bytes"])
 
-        peaks = {setting: peak("peer", setting) for setting in MEMORY_SETTINGS}
+        peaks = {setting: peak("baseline", setting) for setting in MEMORY_SETTINGS}
         least = min(peaks, key=lambda setting: peaks[setting])
         pairs = alternate(
             lambda: peak("ours", target.mode),
-            lambda: peak("peer", least),
-            repeats=self._options.repeats,
+            lambda: peak("baseline", least),
+            repeats=self._repeats,
         )
         note = ", ".join(f"{s}: {p / 2**20:.0f} MiB" for s, p in peaks.items())
         ours = f"{target.mode}, {quality_of(target.mode)}"
         return Runs(*pairs, ours, least, f"llama.cpp: {note}")
 
-    def _attention(self, target: Target, cell: Cell) -> Runs:
+    def _attention(self, target: Target) -> Runs:
         """Compare attention with a plain read of the same bytes by the same threads."""
-        bench = self._options.attention_bench
-        if bench is None or not bench.is_file():
+        if self._bench is None or not self._bench.is_file():
             raise NotMeasured(
                 "pass --attention-bench BUILD/attention_alone_bench (ninja attention_alone_bench)"
             )
-        threads = self._options.threads
-        found = [
-            attention_run(bench, self._loaded.config, cell=cell, mode=target.mode, threads=threads)
-            for _ in range(self._options.repeats)
-        ]
+        cell, config, threads = target.cell, self._loaded.config, self._threads
+        heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        command = [str(self._bench), f"mode={target.mode}", f"context={cell.context}"]
+        command += [f"batch={cell.batch}", f"kv_heads={heads}", f"group={group}"]
+        command += [f"head_dim={config.head_dim}", f"threads={threads}"]
+        found = [json_of(command) for _ in range(self._repeats)]
         ours = [run["bytes"] / statistics.median(run["seconds"]) for run in found]
         reads = [run["read_bytes_per_s"] for run in found]
         note = f"{found[0]['bytes'] / 2**20:.1f} MiB, {found[0]['isa']}"
@@ -406,12 +309,15 @@ class TargetSuite:
             ours, reads, f"{target.mode}, raw, {threads} threads", "a sum of the bytes", note
         )
 
+    def _server(self, target: Target) -> Runs:
+        raise NotMeasured("run benchmarks/bench_server.py --llama-server PATH --json FILE")
 
-def speed_of(peer: LlamaCpp, cell: Cell, *, setting: Setting, kind: Kind) -> float:
+
+def speed_of(baseline: LlamaCpp, target: Target, *, setting: Setting) -> float:
     """Return tokens per second of one run after a warm-up, or 0 if llama.cpp refuses."""
     try:
-        with peer.context(cell, setting) as context:
-            if kind is Kind.PREFILL:
+        with baseline.context(target.cell, setting) as context:
+            if target.kind is Kind.PREFILL:
                 return round(max(context.prefill(), context.prefill()), 2)
             context.fill()
             context.decode()
@@ -421,14 +327,13 @@ def speed_of(peer: LlamaCpp, cell: Cell, *, setting: Setting, kind: Kind) -> flo
         return 0.0
 
 
-def format_row(row: TargetRow) -> str:
+def format_row(row: Row) -> str:
     """Return one line for the terminal."""
-    goal = f"{row.better} {row.target:g}"
-    if row.ratio is None:
-        return f"{row.name:<22} {'':>31} {goal:>7}  {row.note}"
-    verdict = {True: "met", False: "MISSED", None: ""}[row.met]
-    spread = f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
-    return (
-        f"{row.name:<22} {row.ours:>12.6g} {row.peer:>12.6g} {row.ratio:>6.3g} ({spread}) "
-        f"{goal:>7} {verdict:<6} {row.peer_setting}" + (f"; {row.note}" if row.note else "")
-    )
+    goal, note = f"{row['better']} {row['target']:g}", row["note"]
+    if row["ratio"] is None:
+        return f"{row['name']:<22} {'':>31} {goal:>7}  {note}"
+    verdict = "met" if row["met"] else "MISSED"
+    figures = f"{row['ours']:>12.6g} {row['baseline']:>12.6g} {row['ratio']:>6.3g}"
+    spread = f"({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+    line = f"{row['name']:<22} {figures} {spread} {goal:>7} {verdict:<6} {row['baseline_setting']}"
+    return line + (f"; {note}" if note else "")

@@ -40,7 +40,7 @@ WORKLOADS = {
 }
 SMALLER = ("server-p99", "memory")
 
-KEYS = ("ours", "peer")  # of the results: this engine, the baseline
+KEYS = ("ours", "baseline")  # of the results: this engine, the baseline
 Row = dict[str, Any]
 
 
@@ -132,9 +132,11 @@ def draw_readme_chart() -> None:
     figure, axes = plt.subplots(figsize=(9.15, 2.5), layout="constrained")
     for i, name in enumerate(names):
         row = rows[name, model]
-        axes.bar(i - 0.2, row["peer"], 0.38, color=BASELINE, label="llama.cpp" if not i else None)
+        axes.bar(
+            i - 0.2, row["baseline"], 0.38, color=BASELINE, label="llama.cpp" if not i else None
+        )
         axes.bar(i + 0.2, row["ours"], 0.38, color=OURS, label="lmdeploy-fp4" if not i else None)
-        axes.text(i - 0.2, row["peer"] + 6, f"{row['peer']:.0f}", ha="center")
+        axes.text(i - 0.2, row["baseline"] + 6, f"{row['baseline']:.0f}", ha="center")
         ours = f"{row['ours']:.0f}  ({row['ratio']:.1f}×)"
         axes.text(i + 0.2, row["ours"] + 6, ours, ha="center", weight="bold", color=OURS)
     axes.set_xticks(range(len(names)), labels)

@@ -39,7 +39,7 @@ from results import write_json, write_whole
 from server_process import Server, ServerFailure, serving
 from tqdm import tqdm
 
-from lmdeploy.config.kv_formats import KV_QUALITIES
+from lmdeploy.config.kv_format_options import KV_QUALITIES
 from lmdeploy.version import __version__
 
 
@@ -185,9 +185,7 @@ class Evaluation:
         after = read_counters(server)
         return RunResult(
             correct=correct,
-            first_token=after.first_token - before.first_token,
-            per_token=after.per_token - before.per_token,
-            truncated=after.truncated - before.truncated,
+            counters={key: after[key] - before[key] for key in after},
             peak_bytes=server.peak_bytes(),
             seconds=time.monotonic() - begun,
         )

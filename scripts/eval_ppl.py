@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, kv_ingredients
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.lite.divergence import Score, cache_variants, cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
@@ -58,7 +58,7 @@ def setups(
     return {
         label: options.labels()
         for label, options in resolved.items()
-        if options.quality_text != "raw" or options.mode != label
+        if options.quality_text != "raw" or options.format != label
     }
 
 

@@ -128,7 +128,7 @@ def measure_all(
 ) -> list[str]:
     """Measure every cell with FlashInfer and return what failed.
 
-    RuntimeError is raised if torch finds no GPU.
+    Raise RuntimeError if torch finds no GPU.
     """
     try:
         import torch

@@ -113,17 +113,12 @@ class Context:
 
 
 class LlamaCpp:
-    """The loaded model. Every run makes a context of the size that it needs.
-
-    `buffers` lists the buffers that hold the weights, as llama.cpp logs them: "AMX" and
-    "CPU_REPACK" are the ones that its fast matrix products use.
-    """
+    """The loaded model. Every run makes a context of the size that it needs."""
 
     def __init__(
         self, path: str, *, threads: int, use_mmap: bool = True, repack: bool = True
     ) -> None:
-        self.buffers: list[str] = []
-        self._log = llama_cpp.llama_log_callback(self._read_log)  # keeps the callback alive
+        self._log = llama_cpp.llama_log_callback(lambda *_: None)  # keeps the callback alive
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self._threads = threads
@@ -134,10 +129,6 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp cannot load {path}.")
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(vocab))
-
-    def _read_log(self, *arguments: Any) -> None:
-        """Read a log message: level, text, user data."""
-        self.buffers += buffers_in(arguments[1].decode(errors="replace"))
 
     @contextmanager
     def context(self, cell: Cell, setting: Setting) -> Iterator[Context]:
@@ -167,9 +158,3 @@ class LlamaCpp:
     def close(self) -> None:
         """Free the model."""
         llama_cpp.llama_model_free(self._model)
-
-
-def buffers_in(log: str) -> list[str]:
-    """Return the weight buffers that a line of the log names, for example "AMX 98.4 MiB"."""
-    found = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", log)
-    return [f"{name} {size} MiB" for name, size in found]

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "kv_cells.h"
-#include "run_main.h"
 #include "turbomind/core/thread_pool.h"
 
 namespace turbomind::bench {

@@ -1,6 +1,6 @@
 #pragma once
 
-// A device to measure, memory on it, and the time of a step.
+// Opens a device, reserves memory on it, and times steps.
 
 #include <algorithm>
 #include <chrono>
@@ -18,22 +18,22 @@
 
 namespace turbomind::bench {
 
-constexpr int kWarmSteps = 3;  // runs the ops, records them, replays them once
+constexpr int kWarmSteps = 3;  // run the ops, record them, replay them once
 constexpr int kRounds = 5;
 
-// device=cuda gpu=0, or device=cpu threads=1.
+// The device that the arguments select: device=cuda gpu=0, or device=cpu threads=1.
 struct DeviceChoice {
   explicit DeviceChoice(Cell& arguments)
       : kind(arguments.Text("device", "cuda")),
         gpu(arguments.Number("gpu", 0)),
         threads(arguments.Number("threads", 1)) {
     if (kind != "cuda" && kind != "cpu") {
-      throw std::invalid_argument("device: got " + kind + ", wanted cuda or cpu");
+      throw std::invalid_argument("device is " + kind + ". It must be cuda or cpu.");
     }
   }
   bool uses_gpu() const { return kind == "cuda"; }
 
-  // Throws InvalidArgument where there is none.
+  // Throws InvalidArgument if there is no such device.
   std::shared_ptr<Device> Make() const {
     return uses_gpu() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads);
   }
@@ -57,7 +57,7 @@ struct DeviceChoice {
   int threads;
 };
 
-// Memory of a device; zero-filled.
+// Memory of a device, filled with zeros or with given values.
 class DeviceBuffer {
  public:
   DeviceBuffer(Device& device, size_t num_bytes)
@@ -68,7 +68,7 @@ class DeviceBuffer {
     device.Copy(data_, values.data(), num_bytes_);
     device.Synchronize();
   }
-  // `count` values: those given, again and again.
+  // Holds `count` values: the given ones, repeated.
   template <class T>
   DeviceBuffer(Device& device, const std::vector<T>& values, int64_t count)
       : DeviceBuffer(device, static_cast<size_t>(count) * sizeof(T)) {
@@ -86,7 +86,7 @@ class DeviceBuffer {
   }
   size_t num_bytes() const { return num_bytes_; }
 
-  // The first `num_bytes`, which are there, again and again up to the end.
+  // Fills the buffer with copies of its first `num_bytes`.
   void Repeat(size_t num_bytes) {
     auto* data = As<std::byte>();
     for (size_t done = num_bytes; done < num_bytes_;) {
@@ -103,7 +103,7 @@ class DeviceBuffer {
   void* data_;
 };
 
-// Microseconds of one launch: of a round's whole time, host work included, divided by its launches.
+// Microseconds of one launch: the time of a round, host work included, divided by its launches.
 struct Timing {
   double median = 0;
   double low = 0;
@@ -111,7 +111,8 @@ struct Timing {
   int64_t launches = 0;  // of all rounds
 };
 
-// `step` gives the device `launches` launches; steps follow one another without waiting.
+// Measures `step`, which gives the device `launches` launches. Steps follow each other without
+// waiting.
 template <class Step>
 Timing Measure(Device& device, int launches, double round_seconds, Step step) {
   using Clock = std::chrono::steady_clock;

@@ -1,11 +1,12 @@
 #pragma once
 
-// Input and output of the device benchmarks: one line of key=value pairs, one line of JSON.
+// Input and output of the benchmark programs: one line of key=value pairs, one line of JSON.
 
 #include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <exception>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -13,7 +14,7 @@
 
 namespace turbomind::bench {
 
-// One cell: the key=value pairs of a line. RequireAllRead finds keys that no code reads.
+// The key=value pairs of one line, which select what to measure.
 class Cell {
  public:
   // Throws std::invalid_argument for a word without '=' and for a repeated key.
@@ -24,14 +25,14 @@ class Cell {
       line = end == std::string_view::npos ? std::string_view() : line.substr(end + 1);
     }
   }
-  // The arguments of a program.
+  // Reads the arguments of a program.
   Cell(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
       Add(argv[i]);
     }
   }
 
-  // Gives `key` the value `otherwise` if the line does not have it.
+  // Sets `key` to `otherwise` if the line does not have it.
   void SetDefault(const std::string& key, const std::string& otherwise) {
     values_.emplace(key, std::pair(otherwise, false));
   }
@@ -53,7 +54,7 @@ class Cell {
     int value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-      throw std::invalid_argument(key + ": got " + text + ", wanted a number of at least 0");
+      throw std::invalid_argument(key + " is " + text + ". It must be a number of at least 0.");
     }
     return value;
   }
@@ -62,7 +63,7 @@ class Cell {
   void RequireAllRead() const {
     for (const auto& [key, value] : values_) {
       if (!value.second) {
-        throw std::invalid_argument("no such key here: " + key);
+        throw std::invalid_argument(key + " is unknown here.");
       }
     }
   }
@@ -74,11 +75,11 @@ class Cell {
     }
     const size_t at = word.find('=');
     if (at == std::string_view::npos) {
-      throw std::invalid_argument("got " + std::string(word) + ", wanted key=value");
+      throw std::invalid_argument(std::string(word) + " is not of the form key=value.");
     }
     const std::string key(word.substr(0, at));
     if (!values_.emplace(key, std::pair(std::string(word.substr(at + 1)), false)).second) {
-      throw std::invalid_argument(key + " is there twice");
+      throw std::invalid_argument(key + " is given twice.");
     }
   }
 
@@ -116,5 +117,15 @@ class Json {
 
   std::string text_;
 };
+
+// Runs main(argc, argv) and returns its exit status. Prints an exception on stderr and returns 2.
+inline int RunMain(const char* program, int (*main)(int, char**), int argc, char** argv) {
+  try {
+    return main(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", program, error.what());
+    return 2;
+  }
+}
 
 }  // namespace turbomind::bench

@@ -1,17 +1,17 @@
-// Speed of single ops on a device: the GPU, or the CPU. Reads cells from standard input, one per
-// line, and answers each with a line of JSON, after one line that says what the device is. Usage:
+// Measures the speed of single ops on a GPU or the CPU. The program prints one line of JSON about
+// the device. Then it reads cells from standard input, one per line, and answers each with a line
+// of JSON. Usage:
 //   device_bench device=cuda gpu=0 rotate_mb=512 round_ms=20 launches=24
 //   device_bench device=cpu threads=2 …
 // Cells, with defaults:
 //   op=decode|prefill|write|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8 group=8
 //     head_dim=128 window=0 sinks=0 search=0 rotate=0
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
-//   op=experts format=mxfp4_split batch=1 rows=4096 cols=4096 experts=32 top_k=4
 //   op=copy mb=1024
-// A step holds `launches` launches (a cell may have its own number) that take turns with layers of
-// rotate_mb together, at least two, so that none finds its bytes in a cache; decode steps are
-// recorded and replayed. A figure is the median of five rounds of at least round_ms: microseconds
-// of a launch, the host's work of a step included. Bytes are the least that the op must move.
+// A step has `launches` launches, which a cell may override. They cycle through at least two layers
+// of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are recorded
+// and replayed. A figure is the median of five rounds of at least round_ms: microseconds of a
+// launch, including the host's work. Bytes are the minimum that the op must move.
 
 #include <exception>
 #include <iostream>
@@ -23,7 +23,6 @@
 #include "bench_line.h"
 #include "kv_cells.h"
 #include "matrix_cells.h"
-#include "run_main.h"
 
 namespace turbomind::bench {
 namespace {
@@ -41,18 +40,16 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
   if (op == "linear") {
     return MeasureLinear(device, checked(MatrixShape(cell)), limits);
   }
-  if (op == "experts") {
-    return MeasureExperts(device, checked(MatrixShape(cell)), limits);
-  }
   if (op == "copy") {
     const int64_t num_bytes = int64_t{std::max(1, cell.Number("mb", 1024))} << 20;
     return MeasureCopy(device, checked(num_bytes), limits);
   }
-  throw std::invalid_argument("op: got " + op);
+  throw std::invalid_argument("op is " + op +
+                              ". It must be one of decode, prefill, write, flatten, linear, copy.");
 }
 
-// Every cell has a device of its own: one device may take the ops of a step for those of an earlier
-// one of the same shape (Device::RunStep).
+// Measures one cell on a new device, because a device may replay the recorded step of an earlier
+// cell of the same shape (Device::RunStep).
 void Answer(const DeviceChoice& choice, const std::string& line, const Limits& limits) {
   Json answer;
   try {

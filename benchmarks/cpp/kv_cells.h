@@ -23,8 +23,8 @@ constexpr int kMaxLaunches = 256;
 constexpr int kMinLayers = 2;
 
 struct Limits {
-  int launches = 24;         // the least number in a step
-  int64_t rotate_bytes = 0;  // the least size of all layers together
+  int launches = 24;         // the minimum number in a step
+  int64_t rotate_bytes = 0;  // the minimum size of all layers together
   double round_seconds = 0.02;
 
   int LaunchesFor(int64_t layer_bytes) const {
@@ -55,7 +55,7 @@ struct KvShape {
         search(cell.Number("search", 0) != 0),
         rotate(cell.Number("rotate", 0) != 0) {
     if (batch < 1 || new_tokens < 1 || context < new_tokens || kv_heads < 1 || group < 1) {
-      throw std::invalid_argument("shape: wanted 1 <= new_tokens <= context, and no zero");
+      throw std::invalid_argument("Sizes must be positive, and new_tokens at most context.");
     }
   }
 
@@ -68,7 +68,7 @@ struct KvShape {
 
   KvCacheMode format;
   int batch;
-  int context;  // of each sequence, with the new tokens
+  int context;  // tokens of each sequence, including the new ones
   int new_tokens;
   int kv_heads;
   int group;
@@ -254,7 +254,7 @@ class KvBench {
     return blocks_ * (one.block_bytes() + one.scale_block_bytes());
   }
 
-  // All layers have the same mode, so that each takes an equal part of a block.
+  // Copies the rows of layer 0 to the other layers, which have equal parts of a block.
   void Fill() {
     std::vector<std::byte> data(static_cast<size_t>(layout_.block_bytes()));
     std::vector<std::byte> scales(static_cast<size_t>(layout_.scale_block_bytes()));

@@ -1,42 +1,99 @@
 #pragma once
 
-// Linear layers, experts and copies: what is measured of one shape. Launches of a step take turns
-// with equal matrices at addresses of their own.
+// Measures linear layers and copies of one shape. The launches of a step cycle through
+// equal matrices at different addresses.
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <memory>
-#include <numeric>
 #include <random>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "bench_device.h"
 #include "kv_cells.h"
-#include "random_matrix.h"
 
 namespace turbomind::bench {
+
+// The formats of matrices, and the bytes of 32 values in `data`.
+struct NamedFormat {
+  const char* name;
+  MatrixFormat format;
+  int64_t block_bytes;
+};
+constexpr NamedFormat kFormats[] = {{"bf16", MatrixFormat::kBF16, 64},
+                                    {"q8_0", MatrixFormat::kQ8_0, 34},
+                                    {"q4_0", MatrixFormat::kQ4_0, 18},
+                                    {"mxfp4_split", MatrixFormat::kMxfp4Split, 16}};
+
+inline const NamedFormat& FormatOf(const std::string& name) {
+  for (const NamedFormat& format : kFormats) {
+    if (name == format.name) {
+      return format;
+    }
+  }
+  throw std::invalid_argument("format is " + name +
+                              ". It must be bf16, q8_0, q4_0 or mxfp4_split.");
+}
+
+// A matrix of random codes with small constant scales. BF16 values lie between -1/8 and 1/8. A few
+// random megabytes repeat, so that a large matrix takes no time to make.
+class RandomMatrix {
+ public:
+  RandomMatrix(const NamedFormat& format, int64_t rows, int64_t cols)
+      : data_(static_cast<size_t>(rows * cols / 32 * format.block_bytes)),
+        scales_(static_cast<size_t>(rows * cols / 32), kExponent) {
+    const auto block = static_cast<size_t>(format.block_bytes);
+    const size_t period = std::min(data_.size(), kPeriodBlocks * block);
+    std::mt19937 random(5);
+    std::generate_n(data_.begin(), period, [&] { return static_cast<uint8_t>(random()); });
+    for (size_t at = 0; at < period; at += block) {
+      if (format.format == MatrixFormat::kQ8_0 || format.format == MatrixFormat::kQ4_0) {
+        std::memcpy(data_.data() + at, &kScale, sizeof(kScale));
+      }
+      for (size_t i = 1; format.format == MatrixFormat::kBF16 && i < block; i += 2) {
+        data_[at + i] = static_cast<uint8_t>((data_[at + i] & 0x81) | 0x3c);  // sign, exponent
+      }
+    }
+    for (size_t at = period; at < data_.size(); at += period) {
+      std::memcpy(data_.data() + at, data_.data(), std::min(period, data_.size() - at));
+    }
+    source_ = {.format = format.format, .data = data_.data(), .rows = rows, .cols = cols};
+    if (format.format == MatrixFormat::kMxfp4Split) {
+      source_.scales = scales_.data();
+    }
+  }
+  const MatrixSource& source() const { return source_; }
+
+ private:
+  static constexpr size_t kPeriodBlocks = size_t{1} << 16;
+  static constexpr uint16_t kScale = 0x1800;  // FP16 2^-9
+  static constexpr uint8_t kExponent = 120;   // of MXFP4: 2^-7
+  std::vector<uint8_t> data_;
+  std::vector<uint8_t> scales_;
+  MatrixSource source_;
+};
 
 struct MatrixShape {
   explicit MatrixShape(Cell& cell)
       : format(FormatOf(cell.Text("format", "bf16"))),
         tokens(cell.Number("batch", 1)),
         rows(cell.Number("rows", 4096)),
-        cols(cell.Number("cols", 4096)),
-        num_experts(cell.Number("experts", 1)),
-        top_k(cell.Number("top_k", 1)) {
-    if (tokens < 1 || rows < 1 || cols < 32 || cols % 32 != 0 || top_k < 1 || top_k > num_experts) {
-      throw std::invalid_argument("shape: wanted positive sizes, cols in 32s, top_k <= experts");
+        cols(cell.Number("cols", 4096)) {
+    if (tokens < 1 || rows < 1 || cols < 32 || cols % 32 != 0) {
+      throw std::invalid_argument("Sizes must be positive, and cols a multiple of 32.");
     }
   }
-  MatrixFormat format;
+  const NamedFormat& format;
   int tokens;
   int rows;
   int cols;
-  int num_experts;
-  int top_k;
 };
 
-// A step of as many sequences with one token each, so that a device may record it; above
-// kMaxDecoding of one prompt.
+// A step of `tokens` sequences with one token each, which a device may record. More tokens than
+// kMaxDecoding form one prompt.
 class PlainStep {
  public:
   PlainStep(Device& device, int tokens)
@@ -70,39 +127,31 @@ class PlainStep {
   StepGroup group_;
 };
 
-// Layers of `num_experts` matrices.
+// Equal matrices, one for each layer.
 class MatrixBench {
  public:
   MatrixBench(Device& device, const MatrixShape& shape, const Limits& limits) {
-    RandomMatrices random;
-    const MatrixSource source = random.Source(shape.format, shape.rows, shape.cols);
-    const auto add = [&] {
-      for (int i = 0; i < shape.num_experts; ++i) {
-        matrices_.push_back(device.PackMatrix(source, false));
-      }
-    };
-    add();
-    const int64_t layer_bytes = matrices_[0]->num_bytes() * shape.num_experts;
+    const RandomMatrix matrix(shape.format, shape.rows, shape.cols);
+    matrices_.push_back(device.PackMatrix(matrix.source(), false));
+    const int64_t layer_bytes = matrices_[0]->num_bytes();
     launches_ = limits.LaunchesFor(layer_bytes);
-    layers_ = limits.LayersFor(layer_bytes);
-    for (int layer = 1; layer < layers_; ++layer) {
-      add();
+    for (int layer = 1; layer < limits.LayersFor(layer_bytes); ++layer) {
+      matrices_.push_back(device.PackMatrix(matrix.source(), false));
     }
-    for (const auto& matrix : matrices_) {
-      parts_.push_back({.weight = matrix.get()});
+    for (const auto& packed : matrices_) {
+      parts_.push_back({.weight = packed.get()});
     }
   }
   int launches() const { return launches_; }
-  int layers() const { return layers_; }
-  const LinearPart* Layer(int launch, int num_experts) const {
-    return &parts_[static_cast<size_t>(launch % layers_) * static_cast<size_t>(num_experts)];
+  int layers() const { return static_cast<int>(parts_.size()); }
+  const LinearPart* Layer(int launch) const {
+    return &parts_[static_cast<size_t>(launch) % parts_.size()];
   }
 
  private:
   std::vector<std::unique_ptr<PackedMatrix>> matrices_;
   std::vector<LinearPart> parts_;
   int launches_ = 0;
-  int layers_ = 0;
 };
 
 inline Measured MeasureLinear(Device& device, const MatrixShape& shape, const Limits& limits) {
@@ -114,7 +163,7 @@ inline Measured MeasureLinear(Device& device, const MatrixShape& shape, const Li
   const auto params = [&](int launch) {
     return LinearParams{.x = x.As<float>(),
                         .x_stride = shape.cols,
-                        .parts = matrices.Layer(launch, 1),
+                        .parts = matrices.Layer(launch),
                         .num_parts = 1,
                         .y = y.As<float>(),
                         .y_stride = shape.rows,
@@ -126,56 +175,7 @@ inline Measured MeasureLinear(Device& device, const MatrixShape& shape, const Li
   return {timing, CostOf(params(0)), matrices.layers()};
 }
 
-// Every token goes to top_k experts, sampled at random: rows in order of experts.
-struct Routing {
-  std::vector<int32_t> offsets;
-  std::vector<int32_t> x_rows;
-
-  explicit Routing(const MatrixShape& shape) : offsets{0} {
-    std::mt19937 random(3);
-    std::vector<std::vector<int32_t>> tokens(static_cast<size_t>(shape.num_experts));
-    std::vector<size_t> order(tokens.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    for (int token = 0; token < shape.tokens; ++token) {
-      std::shuffle(order.begin(), order.end(), random);
-      for (int i = 0; i < shape.top_k; ++i) {
-        tokens[order[static_cast<size_t>(i)]].push_back(token);
-      }
-    }
-    for (const std::vector<int32_t>& of_expert : tokens) {
-      x_rows.insert(x_rows.end(), of_expert.begin(), of_expert.end());
-      offsets.push_back(static_cast<int32_t>(x_rows.size()));
-    }
-  }
-};
-
-inline Measured MeasureExperts(Device& device, const MatrixShape& shape, const Limits& limits) {
-  const MatrixBench matrices(device, shape, limits);
-  PlainStep step(device, shape.tokens);
-  const Routing routing(shape);
-  const DeviceBuffer offsets(device, routing.offsets);
-  const DeviceBuffer x_rows(device, routing.x_rows);
-  const DeviceBuffer x(device, RandomValues(kPeriodValues, 1), int64_t{shape.tokens} * shape.cols);
-  const DeviceBuffer y(device,
-                       sizeof(float) * routing.x_rows.size() * static_cast<size_t>(shape.rows));
-  const auto params = [&](int launch) {
-    return GroupedLinearParams{.x = x.As<float>(),
-                               .x_stride = shape.cols,
-                               .x_rows = x_rows.As<int32_t>(),
-                               .y = y.As<float>(),
-                               .y_stride = shape.rows,
-                               .experts = matrices.Layer(launch, shape.num_experts),
-                               .num_experts = shape.num_experts,
-                               .offsets = offsets.As<int32_t>(),
-                               .num_rows = static_cast<int>(routing.x_rows.size())};
-  };
-  const Timing timing = Measure(device, matrices.launches(), limits.round_seconds, [&] {
-    step.Run(matrices.launches(), [&](int i) { device.GroupedLinear(params(i)); });
-  });
-  return {timing, CostOf(params(0), routing.offsets.data()), matrices.layers()};
-}
-
-// From one end of the memory to the other: bytes read and bytes written count.
+// Measures a copy within the memory of the device. Bytes read and bytes written both count.
 inline Measured MeasureCopy(Device& device, int64_t num_bytes, const Limits& limits) {
   const auto size = static_cast<size_t>(num_bytes);
   const DeviceBuffer from(device, RandomValues(kPeriodValues, 1),

@@ -1,11 +1,13 @@
-// Runs decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no).
-// The program asks for one dump per KV format. scripts/dev/count_instructions.py runs it.
+// Runs decode steps of a small model on one thread, so that callgrind (--instr-atstart=no) counts
+// their instructions. The program requests one dump per KV format.
+// scripts/dev/count_instructions.py runs it.
 //
-//   step_guard compiler                  name and version of the compiler
-//   step_guard steps                     steps in a dump; 0: built without valgrind's header
-//   step_guard step ISA BATCH MODE...    runs them once per mode
-//   step_guard overhead ISA BATCH MODE   the same, with ops that compute nothing: what planning,
-//                                        checks, sampling and the hand-over of outputs cost
+//   step_guard compiler                  prints the name and version of the compiler
+//   step_guard steps                     prints the steps of a dump, or 0 without valgrind's header
+//   step_guard step ISA BATCH MODE...    runs the steps once per mode
+//   step_guard overhead ISA BATCH MODE   runs them with ops that compute nothing, to count
+//   planning,
+//                                        checks, sampling and the delivery of outputs
 
 #include <cstdint>
 #include <cstdio>
@@ -16,9 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "bench_line.h"
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
-#include "run_main.h"
 
 #if __has_include(<valgrind/callgrind.h>)
 #include <valgrind/callgrind.h>
@@ -28,8 +30,8 @@ namespace turbomind {
 namespace {
 
 constexpr int kPromptTokens = 180;
-constexpr int kFirstStep = 6;  // of decode; what steps keep has been allocated by then
-constexpr int kNumSteps = 4;   // none of which fills a block of 64
+constexpr int kFirstStep = 6;  // of decode; earlier steps allocate memory
+constexpr int kNumSteps = 4;   // no step fills a block of 64 tokens
 
 #if __has_include(<valgrind/callgrind.h>)
 constexpr bool kCanCount = true;
@@ -55,7 +57,7 @@ constexpr const char* kCompiler = "gcc " __VERSION__;
 constexpr const char* kCompiler = "unknown";
 #endif
 
-// Three query heads per KV head, as SmolLM2; attention weighs about as much as the linear layers.
+// Has three query heads per KV head, like SmolLM2. Attention costs about as much as linear layers.
 ModelConfig GuardModel() {
   ModelConfig model;
   model.num_layers = 1;
@@ -72,10 +74,10 @@ ModelConfig GuardModel() {
 }
 
 // Marks where the counted steps begin. With `computes` false, the ops compute nothing.
-class GuardDevice : public testing::WaitingDevice {
+class GuardDevice : public testing::SlowStepDevice {
  public:
   GuardDevice(std::shared_ptr<Device> device, int batch, bool computes)
-      : WaitingDevice(std::move(device)), batch_(batch), computes_(computes) {}
+      : SlowStepDevice(std::move(device)), batch_(batch), computes_(computes) {}
 
   void Embed(const EmbedParams& params) override {
     if (params.num_tokens == batch_) {
@@ -134,7 +136,7 @@ void Run(const How& how, const std::string& format_name) {
         kFirstStep + kNumSteps + 4));
   }
   device->LetStart();
-  // Nobody waits for outputs meanwhile: how often a client wakes is chance.
+  // No thread waits for outputs during the count, because the number of its wake-ups is random.
   device->WaitUntilCounted();
   testing::Collect(engine, static_cast<size_t>(batch));
 }

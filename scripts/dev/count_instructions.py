@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 
 RECORD = Path(__file__).parents[2] / "tests" / "python" / "data" / "instruction_counts.json"
 MODES = reported_formats()

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
 
 from server_process import Server, ServerFailure, last_lines
 
-_HISTOGRAMS = {
-    "first_token": "lmdeploy:time_to_first_token_seconds",
-    "per_token": "lmdeploy:time_per_output_token_seconds",
+# Sums of seconds and numbers of requests since the start of the server.
+_METRICS = {
+    "first_token_seconds": "lmdeploy:time_to_first_token_seconds_sum",
+    "first_tokens": "lmdeploy:time_to_first_token_seconds_count",
+    "per_token_seconds": "lmdeploy:time_per_output_token_seconds_sum",
+    "per_tokens": "lmdeploy:time_per_output_token_seconds_count",
 }
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A sum of seconds over a number of requests."""
+def read_counters(server: Server) -> dict[str, float]:
+    """Return _METRICS and the number of answers that were `truncated` at their length limit.
 
-    seconds: float
-    count: int
-
-    @property
-    def mean(self) -> float | None:
-        """Return the seconds of one request, or None without requests."""
-        return self.seconds / self.count if self.count else None
-
-    def __add__(self, other: Timing) -> Timing:
-        return Timing(self.seconds + other.seconds, self.count + other.count)
-
-    def __sub__(self, other: Timing) -> Timing:
-        return Timing(self.seconds - other.seconds, self.count - other.count)
-
-
-@dataclass(frozen=True)
-class Counters:
-    """The counters since the start of a server. `truncated` answers reached their limit."""
-
-    first_token: Timing
-    per_token: Timing
-    truncated: int
-
-
-def read_counters(server: Server) -> Counters:
-    """Read /metrics. ServerFailure is raised if the server does not answer."""
+    Raise ServerFailure if the server does not answer.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -50,15 +28,11 @@ def read_counters(server: Server) -> Counters:
         server.check()
         end = last_lines(server.log)
         raise ServerFailure(f"the server does not answer: {error}{end}") from error
-    values: dict[str, float] = {}
+    values: defaultdict[str, float] = defaultdict(float)
     truncated = 0.0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+            values[sample.name] += sample.value
             if sample.labels.get("finished_reason") == "length" and sample.name.endswith("_total"):
                 truncated += sample.value
-    timings = {
-        key: Timing(values.get(f"{name}_sum", 0.0), int(values.get(f"{name}_count", 0)))
-        for key, name in _HISTOGRAMS.items()
-    }
-    return Counters(truncated=int(truncated), **timings)
+    return {key: values[name] for key, name in _METRICS.items()} | {"truncated": truncated}

@@ -117,7 +117,7 @@ class LmEval:
 
 
 def read_scores(folder: Path, job: Job) -> list[bool]:
-    """Read lm-eval's file of samples. HarnessFailure is raised if a score is missing."""
+    """Read lm-eval's file of samples. Raise HarnessFailure if a score is missing."""
     files = sorted(folder.rglob("samples_*.jsonl"))
     if len(files) != 1:
         raise HarnessFailure(f"lm-eval wrote {len(files)} sample files, not 1{last_lines(job.log)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from lmdeploy.cli.engine_flags import add_kv_flags, engine_config
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.config.kv_formats import TABLE_SUFFIXES
+from lmdeploy.config.kv_format_options import TABLE_SUFFIXES
 
 REFERENCE = "0"
 REFERENCE_FORMAT = "none"
@@ -58,7 +58,7 @@ class Policy:
         return {"policy": self.label, "flags": self.flags, "files": files}
 
     def config(self) -> TurbomindEngineConfig:
-        """Return the engine options of the flags. ValueError is raised for wrong flags."""
+        """Return the engine options of the flags. Raise ValueError for wrong flags."""
         wrong = [flag for flag in self.server_flags if flag.partition("=")[0] in RESERVED_FLAGS]
         if wrong:
             raise ValueError(f"{wrong[0]} is set by this script; remove it from the server flags.")
@@ -117,5 +117,5 @@ def make_plan(model_path: str, policy: Policy) -> Plan:
     info = open_files(model_path, dtype=config.dtype, exact=config.exact).info
     engine_config, options = engine_config_of(config, info.config, model_path=str(info.path))
     plan = _turbomind.plan_memory(info.config, engine_config, free_memory_bytes())
-    quality = "" if options.mode == REFERENCE_FORMAT else f" {options.quality}"
-    return Plan(options.mode + quality, plan.bytes_per_token, plan.window16_bytes_per_sequence)
+    quality = "" if options.format == REFERENCE_FORMAT else f" {options.quality}"
+    return Plan(options.format + quality, plan.bytes_per_token, plan.window16_bytes_per_sequence)

@@ -12,22 +12,19 @@ from typing import Any
 
 from results import write_json
 
-from eval.counters import Timing
 from eval.policies import REFERENCE, Plan
 
 Z_95 = 1.959963984540054  # normal quantile of a 95 % interval
-VERSION = 1
+VERSION = 2
 NONE = "–"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One task under one policy with one seed. `truncated` answers reached their length limit."""
+    """One task under one policy with one seed. `counters` are those of read_counters."""
 
     correct: list[bool]
-    first_token: Timing
-    per_token: Timing
-    truncated: int
+    counters: Mapping[str, float]
     peak_bytes: int | None
     seconds: float
 
@@ -38,9 +35,7 @@ def load_run(folder: Path, facts: Mapping[str, Any]) -> RunResult | None:
         stored = json.loads(_path_of(folder, facts).read_text(encoding="utf-8"))
         if stored["facts"] != dict(facts):
             return None
-        result = stored["result"]
-        timings = {key: Timing(**result[key]) for key in ("first_token", "per_token")}
-        return RunResult(**{**result, **timings})
+        return RunResult(**stored["result"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -88,20 +83,26 @@ def row_of(
                 "high": high,
                 "correct": sum(answers),
                 "total": len(answers),
-                "truncated": sum(run.truncated for run in results),
+                "truncated": round(sum(run.counters["truncated"] for run in results)),
                 "answers": answers,
             }
     return {
         "stored": plan.stored,
         "tasks": tasks,
         "divergence": None if divergence is None else dict(divergence),
-        "first_token_seconds": sum((r.first_token for r in every), Timing(0.0, 0)).mean,
-        "per_token_seconds": sum((r.per_token for r in every), Timing(0.0, 0)).mean,
+        "first_token_seconds": _mean(every, "first_token"),
+        "per_token_seconds": _mean(every, "per_token"),
         "kv_bytes_per_token": plan.bytes_per_token,
-        "kv_hot_bytes_per_sequence": plan.window16_bytes,
+        "kv_window16_bytes_per_sequence": plan.window16_bytes,
         "peak_memory_bytes": max((r.peak_bytes for r in every if r.peak_bytes), default=None),
         "failure": failure,
     }
+
+
+def _mean(runs: Sequence[RunResult], name: str) -> float | None:
+    """Return the mean seconds of a request, or None without requests."""
+    seconds, count = (sum(run.counters[f"{name}{x}"] for run in runs) for x in ("_seconds", "s"))
+    return seconds / count if count else None
 
 
 def summary_of(rows: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lost, gained = (sum(task[key] for task in known) for key in ("lost", "gained"))
         kl = row["divergence"]
         figures = [f"{kl['kl_mean']:.6f}", f"{kl['kl_p99']:.5f}", f"{kl['top1']:.4f}"] if kl else []
-        window16, peak = row["kv_hot_bytes_per_sequence"], row["peak_memory_bytes"]
+        window16, peak = row["kv_window16_bytes_per_sequence"], row["peak_memory_bytes"]
         per_token = f"{row['kv_bytes_per_token']:,.3f}".rstrip("0").rstrip(".")
         rows.append(
             [

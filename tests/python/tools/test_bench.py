@@ -13,59 +13,41 @@ import bench_engine
 import bench_gpu
 import bench_server
 import pytest
-import targets
-from results import ResultsFile
-from targets import BY_NAME, Runs, TargetRow, alternate, row_of
+from results import ResultsFile, read_row
+from targets import BY_NAME, Runs, row_of
 
 ROOT = Path(__file__).parents[3]
 DECODE, MEMORY = BY_NAME["decode-2048-batch-1"], BY_NAME["memory"]
 MACHINE = {"cpu": "x", "cores": 2, "threads": 2, "caches": {}, "isa": "avx2"}
 
 
-def runs(ours: list[float], peer: list[float]) -> Runs:
-    return Runs(ours, peer, "nvfp4", "f16")
-
-
-def open_file(path: Path | None, commit: str = "a") -> ResultsFile:
-    return ResultsFile(path, make_row=lambda fields: TargetRow(**fields), commit=commit)
+def runs(ours: list[float], baseline: list[float]) -> Runs:
+    return Runs(ours, baseline, "nvfp4", "f16")
 
 
 def test_row_of_ratio_is_median_of_paired_ratios():
     row = row_of(DECODE, runs([10, 20, 90], [10, 10, 30]), model="m")
-    assert (row.ratio, row.ratio_low, row.ratio_high) == (2.0, 1.0, 3.0)
-    assert row.met is True and row.note == "runs: only 3"
-    assert row_of(MEMORY, runs([11] * 5, [10] * 5), model="m").met is False
-    assert row_of(DECODE, None, model="m", note="why").met is None
+    assert [row[key] for key in ("ratio", "ratio_low", "ratio_high")] == [2.0, 1.0, 3.0]
+    assert row["met"] is True and row["note"] == "runs: only 3"
+    assert row_of(MEMORY, runs([11] * 5, [10] * 5), model="m")["met"] is False
+    assert row_of(DECODE, None, model="m", note="why")["met"] is None
     with pytest.raises(ValueError, match="not pairs of positive figures"):
         row_of(DECODE, runs([0.0], [1.0]), model="m")
 
 
-def test_alternate_swaps_the_first_side_every_turn(monkeypatch):
-    monkeypatch.setattr(targets, "REST_SECONDS", 0.0)
-    order: list[str] = []
-
-    def run(name: str) -> float:
-        order.append(name)
-        return float(len(order))
-
-    ours, theirs = alternate(lambda: run("ours"), lambda: run("peer"), repeats=2)
-    assert order == ["peer", "ours", "ours", "peer"]
-    assert (ours, theirs) == ([2.0, 3.0], [1.0, 4.0])
-
-
 def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    file = open_file(path)
+    file = ResultsFile(path, commit="a")
     file.measured_on(MACHINE)
     file.add(row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m"))
     file.add(row_of(DECODE, None, model="m"))
     assert file.search("key", lambda: 1) == 1
-    again = open_file(path)
+    again = ResultsFile(path, commit="a")
     assert again.search("key", lambda: 2) == 1
     row = again.row("m", DECODE.name, repeats=5)
-    assert row.ratio == 2.0 and row.commit == "a"
+    assert row["ratio"] == 2.0 and row["commit"] == "a"
     assert again.row("m", DECODE.name, repeats=6) is None
-    other = open_file(path, commit="b")
+    other = ResultsFile(path, commit="b")
     assert other.row("m", DECODE.name, repeats=5) is None
     assert "measured again" in capsys.readouterr().out
     with pytest.raises(ValueError, match="cores 2, but this machine has 4"):
@@ -73,16 +55,15 @@ def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
 
 
-def test_results_file_other_format_is_rejected(tmp_path):
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ValueError, match="does not hold results"):
-        open_file(tmp_path / "x.json")
+def test_read_row_accepts_the_former_name_of_the_baseline():
+    row = row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m")
+    assert read_row({key.replace("baseline", "peer"): row[key] for key in row}) == row
 
 
 def test_committed_results_contain_rows_of_the_suite():
     for path in (ROOT / "benchmarks/results").glob("targets_*.json"):
         rows = json.loads(path.read_text())["rows"]
-        assert rows and all(TargetRow(**row).name in BY_NAME for row in rows)
+        assert rows and all(row["name"] in BY_NAME for row in rows)
 
 
 def test_bench_engine_rejects_unknown_targets(capsys):
@@ -112,8 +93,8 @@ def test_summarize_counts_pieces_and_gaps():
     assert answer.pieces == [0.0, 2.0, 3.0]
     other = dataclasses.replace(answer, pieces=[0.0, 5.0])
     result = bench_server.summarize([answer, other], 10.0)
-    assert result.requests_per_s == 0.2 and result.tokens_per_s == 0.8
-    assert result.p50_token == 2.0 and result.p50_first == 1.0
+    assert result["requests_per_s"] == 0.2
+    assert result["p50_token"] == 2.0 and result["p50_first"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +111,7 @@ def test_read_answer_rejects_incomplete_answers(events, words):
         bench_server.read_answer(0.0, stream(*events), lengths=(3, 4))
 
 
-# GPU programs. Small cells run on the CPU in ctest (cuda/bench_device, cuda/bench_generation).
+# GPU programs. Small cells run on the CPU in ctest (cuda/bench_device).
 
 DEVICE_BENCH = f"""#!{sys.executable}
 import json, sys

@@ -29,11 +29,3 @@ def test_count_steps_equals_the_record():
         pytest.skip(f"built by {got}, the record is of {want}: the counts do not compare")
     record = counting.read_record()["decode_step_avx2"]
     assert counting.compare_steps(counting.count_steps(folder), record) == []
-
-
-def test_compare_steps_reports_a_change_in_both_directions():
-    want = dict.fromkeys(counting.MODES, 1000)
-    assert counting.compare_steps({**want, "int4": 1029}, want) == []
-    for got in (1031, 969):
-        (text,) = counting.compare_steps({**want, "int4": got}, want)
-        assert f"int4: {got}, the record has 1000" in text

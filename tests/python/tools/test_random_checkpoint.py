@@ -145,17 +145,3 @@ def test_random_checkpoint_sizes_equal_published_models() -> None:
     assert total("gpt-oss-120b") == 65_248_815_744
     assert total("mixtral-8x7b") == 93_405_585_408
     assert total("llama-3-8b") == 16_060_522_496
-
-
-def test_random_checkpoint_rejects_wrong_arguments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make("qwen1.5-moe-a2.7b", tmp_path / "model")
-    config = str(tmp_path / "qwen1.5-moe-a2.7b.json")
-    assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
-    assert maker.main([config, str(tmp_path / "model")]) == 2
-    assert maker.main(["gpt-oss-7b", str(tmp_path / "new")]) == 2
-    error = capsys.readouterr().err
-    assert all(
-        words in error for words in ("2 of 3 layers have experts", "exists already", "gpt-oss-20b")
-    )
