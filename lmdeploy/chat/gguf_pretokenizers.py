@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENGLISH_SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+# The same rule in the tokenizer.json of these models.
+_ANY_CASE_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _MODERN_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _MODERN_TAIL
 _QWEN2 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _MODERN_TAIL
@@ -96,3 +99,11 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),  # TEKKEN: Mistral Nemo
     "gpt-4o": PreTokenizer((_GPT4O,)),  # GPT4O: GPT-OSS, Phi-4-mini
 }
+
+
+@cache
+def known_expressions() -> frozenset[str]:
+    """Return the expressions of the table, as GGUF files and tokenizer.json spell them."""
+    patterns = [pattern for each in PRE_TOKENIZERS.values() for pattern in each.patterns]
+    spelled = [pattern.replace(_ENGLISH_SUFFIX, _ANY_CASE_SUFFIX) for pattern in patterns]
+    return frozenset([*patterns, *spelled])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
-from lmdeploy.chat.tokenizer import Tokenizer, end_of_turn_ids
+from lmdeploy.chat.tokenizer import Tokenizer, end_of_turn_ids, library_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -128,13 +128,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
         )
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = _read_merges(vocabulary)
-    try:
+
+    def no_match(reason: str) -> ModelFormatError:
+        return ModelFormatError(
+            f"{vocabulary.source}: tokenizer.ggml.merges does not match the tokens: {reason}"
+        )
+
+    with library_errors(no_match):
         model = models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignore_merges)
-    except Exception as error:  # the library raises plain Exception
-        raise ModelFormatError(
-            f"{vocabulary.source}: tokenizer.ggml.merges does not match the tokens: "
-            f"{str(error)[:120]}"
-        ) from error
     backend: Backend = BackendClass(model)
     splits = [
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns

@@ -1,18 +1,20 @@
-"""④ Convert `response_format` to a mask over the vocabulary for every token, by llguidance."""
+"""④ Build grammars of answers and compile them to masks over the vocabulary, by llguidance."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.chat.tokenizer import without_surrogates
+from lmdeploy.chat.tool_calls import Tool, is_strict, parameters_of, tool_name
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -21,52 +23,101 @@ MAX_GRAMMAR_CHARS = 1 << 17
 _MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 _MAX_REASON_CHARS = 300
 _MAX_KEPT = 4  # compiled grammars of a call
+MAX_ANSWER_GRAMMAR_CHARS = 1 << 20
 # Bounded, because small models tend to write blank lines until max_tokens.
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+_WHITESPACE = r"[ \n\t]{0,16}"
+ANY_TEXT = "/(?s:.*)/"
+# Keywords by which a schema may allow properties that `properties` does not list.
+_MORE_PROPERTIES = {
+    "$ref",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "if",
+    "oneOf",
+    "patternProperties",
+    "unevaluatedProperties",
+}
 
 TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
 
 
-def grammar_text(response_format: dict[str, Any]) -> str | None:
-    """Return the grammar in llguidance's notation, or None for {"type": "text"}.
+def response_grammar(response_format: dict[str, Any]) -> dict[str, Any] | None:
+    """Return llguidance's grammar of a `response_format`, or None for {"type": "text"}.
 
     Raise OptionError for an unknown type, a missing part or a schema that is not an object.
     """
     import llguidance
 
-    _from_schema = llguidance.LLMatcher.grammar_from_json_schema
     kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return str(_from_schema('{"type": "object"}', overrides=_JSON_OPTIONS))
+        return schema_grammar({"type": "object"}, "response_format")
     if kind == "json_schema":
         holder = response_format.get("json_schema")
         schema = holder.get("schema", holder) if isinstance(holder, dict) else None
         if not isinstance(schema, dict):
             wanted = '{"name": ..., "schema": {...}}'
             raise refuse("response_format.json_schema", holder, wanted=wanted)
-        try:
-            text = json.dumps(schema)
-        except RecursionError:
-            raise OptionError(
-                "response_format.json_schema",
-                "is nested too deep. Use a flatter schema.",
-            ) from None
-        _check_size("response_format.json_schema", text)
-        try:
-            return str(_from_schema(text, overrides=_JSON_OPTIONS))
-        except ValueError as error:  # JSON that Python accepts, but the library does not
-            reason = f"is not a valid schema: {_one_line(error)}."
-            raise OptionError("response_format.json_schema", reason) from None
+        return schema_grammar(schema, "response_format.json_schema")
     if kind in ("regex_schema", "regex"):
         pattern = response_format.get(kind)
         if not isinstance(pattern, str) or not pattern:
             raise refuse(f"response_format.{kind}", pattern, wanted="a regular expression")
         _check_size(f"response_format.{kind}", pattern)
-        return str(llguidance.LLMatcher.grammar_from_regex(without_surrogates(pattern)))
+        text = llguidance.LLMatcher.grammar_from_regex(without_surrogates(pattern))
+        grammar: dict[str, Any] = json.loads(text)["grammars"][0]
+        return grammar
     wanted = "text, json_object, json_schema or regex_schema"
     raise refuse("response_format.type", kind, wanted=wanted)
+
+
+def grammar_text(response_format: dict[str, Any]) -> str | None:
+    """Return the grammar of an answer that is only a `response_format`, or None for any text."""
+    grammar = response_grammar(response_format)
+    return None if grammar is None else json.dumps({"grammars": [grammar]})
+
+
+def schema_grammar(
+    schema: dict[str, Any], field: str, *, is_lenient: bool = False
+) -> dict[str, Any]:
+    """Return llguidance's grammar of the JSON texts that fit a schema.
+
+    Args:
+        field: the field that errors name.
+        is_lenient: ignore keywords that the library does not support. Otherwise they are errors.
+
+    Raise OptionError if the schema is too large, nested too deep or not JSON.
+    """
+    try:
+        text = json.dumps(schema)
+    except RecursionError:
+        raise OptionError(field, "is nested too deep. Use a flatter schema.") from None
+    _check_size(field, text)
+    import llguidance
+
+    options: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE, "lenient": is_lenient}
+    try:
+        whole = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+    except ValueError as error:  # JSON that Python accepts, but the library does not
+        raise OptionError(field, f"is not a valid schema: {_one_line(error)}.") from None
+    grammar: dict[str, Any] = json.loads(whole)["grammars"][0]
+    return grammar
+
+
+def arguments_grammar(tool: Tool) -> dict[str, Any]:
+    """Return the grammar of a tool's arguments.
+
+    If the schema says nothing about further properties, they are left out, so that a weak model
+    comes to an end.
+    """
+    schema = parameters_of(tool)
+    if not _MORE_PROPERTIES & schema.keys():
+        schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
+    return schema_grammar(
+        schema, f"tools.{tool_name(tool)}.parameters", is_lenient=not is_strict(tool)
+    )
 
 
 def _check_size(name: str, text: str) -> None:
@@ -77,12 +128,102 @@ def _check_size(name: str, text: str) -> None:
         )
 
 
-class Grammar:
-    """A compiled response_format. Every answer uses its own copy of the matcher."""
+class MarkTokenizer(Protocol):
+    """The part of a tokenizer that grammars need."""
 
-    def __init__(self, text: str, tokenizer: Any) -> None:
-        """Compile llguidance's notation. Raise OptionError for a bad grammar."""
+    def split_added(self, text: str) -> list[int | str]:
+        """Return the ids of added tokens in a text, and the texts between them."""
+        ...
+
+
+class AnswerGrammar:
+    """Builds the grammar of one answer from rules in llguidance's notation of Lark.
+
+    Methods return the expression that stands for a part in other rules.
+    """
+
+    def __init__(self, tokenizer: MarkTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._rules: list[str] = []
+        self._grammars: list[dict[str, Any]] = []
+
+    def literal(self, text: str) -> str:
+        """Return the expression of a text without special tokens."""
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def mark(self, text: str) -> str:
+        """Return the expression of a text in which added tokens of the model are tokens."""
+        parts = self._tokenizer.split_added(text)
+        return " ".join(
+            f"<[{part}]>" if isinstance(part, int) else self.literal(part) for part in parts
+        )
+
+    def rule(self, body: str, *, attributes: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def recursive_rule(self, body: Callable[[str], str]) -> str:
+        """Add a rule whose body may contain its name, and return this name."""
+        index = len(self._rules)
+        self._rules.append("")
+        name = f"rule_{index}"
+        self._rules[index] = f"{name}: {body(name)}"
+        return name
+
+    def free_text(self, *, without: str = "") -> str:
+        """Return the expression of any text without special tokens and without a mark."""
+        if not without:
+            return self.rule(ANY_TEXT)
+        name = f"TEXT_{len(self._rules)}"
+        mark = re.escape(without).replace("/", r"\/")
+        self._rules.append(f"{name}: {ANY_TEXT} & ~/(?s:.*){mark}(?s:.*)/")
+        return name
+
+    def until(self, mark: str, pattern: str = ANY_TEXT) -> str:
+        """Return the expression of text up to and including the first `mark`.
+
+        `pattern` is a regular expression for the text before the mark.
+        """
+        parts = self._tokenizer.split_added(mark)
+        if isinstance(parts[0], int):  # free text has no added tokens, so it ends before the mark
+            return f"{self.rule(pattern)} {self.mark(mark)}"
+        first, rest = parts[0], mark[len(parts[0]) :]
+        lazy = self.rule(pattern, attributes=f"[suffix={self.literal(first)}]")
+        return f"{lazy} {self.mark(rest)}" if rest else lazy
+
+    def embed(self, grammar: dict[str, Any]) -> str:
+        """Return the expression of a grammar from `response_grammar` or `schema_grammar`."""
+        name = f"grammar_{len(self._grammars)}"
+        self._grammars.append({**grammar, "name": name})
+        return f"@{name}"
+
+    def text(self, start: str) -> str:
+        """Return the whole grammar, in which `start` is the expression of the answer.
+
+        Raise OptionError if it is too large.
+        """
+        lark = "\n".join([f"start: {start}", *self._rules])
+        main = {"name": "answer", "lark_grammar": lark}
+        text = json.dumps({"grammars": [main, *self._grammars]})
+        if len(text) > MAX_ANSWER_GRAMMAR_CHARS:
+            raise OptionError(
+                "tools",
+                f"make a grammar of {len(text)} characters. It must have at most "
+                f"{MAX_ANSWER_GRAMMAR_CHARS}. Send fewer or smaller tools.",
+            )
+        return text
+
+
+class Grammar:
+    """A compiled grammar. Every answer uses its own copy of the matcher."""
+
+    def __init__(self, text: str, tokenizer: Any, *, field: str = "response_format") -> None:
+        """Compile llguidance's notation. Raise OptionError for a bad grammar, at `field`."""
         import llguidance
+
+        self._field = field
 
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         self._matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
@@ -90,7 +231,7 @@ class Grammar:
             # A grammar with too many states fails here or at its first tokens.
             self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise _failure("cannot be compiled", self._matcher)
+            raise self._failure("cannot be compiled", self._matcher)
 
     def token_mask(self) -> TokenMask:
         """Return the callback for one answer. It copies the matcher at its first call."""
@@ -101,15 +242,19 @@ class Grammar:
             if matcher is None:
                 matcher = self._matcher.deep_copy()
             if new_tokens and not matcher.consume_tokens(list(new_tokens)):
-                raise _failure("rejected a token", matcher)
+                raise self._failure("rejected a token", matcher)
             if matcher.is_stopped():
                 return False
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
             if matcher.is_error():
-                raise _failure("failed", matcher)
+                raise self._failure("failed", matcher)
             return True
 
         return token_mask
+
+    def _failure(self, what: str, matcher: Any) -> OptionError:
+        reason = _one_line(matcher.get_error() or "The token is outside the grammar")
+        return OptionError(self._field, f"{what}: {reason}.")
 
 
 class Grammars:
@@ -121,29 +266,20 @@ class Grammars:
     def __init__(self, get_tokenizer: Callable[[], Any]) -> None:
         self._get_tokenizer = get_tokenizer
         self._lock = threading.Lock()
-        self._kept: deque[tuple[dict[str, Any] | str, Grammar]] = deque(maxlen=_MAX_KEPT)
+        self._kept: deque[tuple[str, Grammar]] = deque(maxlen=_MAX_KEPT)
 
-    def token_mask(self, wanted: dict[str, Any] | str) -> TokenMask | None:
-        """Return the callback for one answer, or None for plain text.
+    def token_mask(self, text: str, *, field: str = "response_format") -> TokenMask:
+        """Return the callback for one answer. `text` is a grammar in llguidance's notation.
 
-        `wanted` is a `response_format`, or a grammar in llguidance's notation. Raise OptionError
-        for a bad one.
+        Raise OptionError for a bad one, at `field`.
         """
         with self._lock:
             for known, grammar in self._kept:
-                if known is wanted:
+                if known == text:
                     return grammar.token_mask()
-            text = wanted if isinstance(wanted, str) else grammar_text(wanted)
-            if text is None:
-                return None
-            grammar = Grammar(text, self._get_tokenizer())
-            self._kept.append((wanted, grammar))
+            grammar = Grammar(text, self._get_tokenizer(), field=field)
+            self._kept.append((text, grammar))
             return grammar.token_mask()
-
-
-def _failure(what: str, matcher: Any) -> OptionError:
-    reason = _one_line(matcher.get_error() or "The token is outside the grammar")
-    return OptionError("response_format", f"{what}: {reason}.")
 
 
 def _one_line(error: object) -> str:

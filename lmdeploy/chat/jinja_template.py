@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
+from lmdeploy.chat.tool_calls import JsonObject
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -217,6 +218,8 @@ def _to_json(
 ) -> str:
     if isinstance(value, PreRenderedJson):
         return str(value)
+    if isinstance(value, JsonObject) and indent is None and separators is None and not sort_keys:
+        return value.text
     width = len(indent) if isinstance(indent, str) else indent or 0
     if width > _MAX_INDENT:
         raise _TemplateError(f"tojson has indent={width}. It must be at most {_MAX_INDENT}.")

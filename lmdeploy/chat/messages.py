@@ -11,31 +11,32 @@ from lmdeploy.base.checks import OptionError, refuse, show
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 1024  # per message
-# return_token_ids adds this key to a message. Clients send it back, and it is ignored.
-OUR_OWN_KEY = "gen_tokens"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The model chose the name of a call, so only names that a prompt cannot contain are rejected.
 _CALL_NAME = re.compile(r"[^\s<>]{1,256}")
-_REASONING_KEYS = ("reasoning_content", "thinking")
-_KEYS = ("role", "content", "name")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_UNSUPPORTED_KEYS = ("audio", "function_call", "images", "videos")
 
 
 def check_messages(messages: Any, *, accept_tools: bool = False) -> list[dict[str, Any]]:
     """Return the messages of a conversation, checked and in one form.
 
     Each message has `role` (developer becomes system) and `content`, a string. It has `name` if one
-    was given. With `accept_tools`, a message of the assistant may also have `reasoning_content` and
-    `tool_calls`, whose `arguments` are strings. A message of a tool may have `tool_call_id`.
+    was given. A message of the assistant may also have `reasoning_content`. With `accept_tools`, it
+    may have `tool_calls`, whose `arguments` are strings, and a message of a tool has
+    `tool_call_id` and the `name` of the call that it answers. Unknown keys are left out.
 
     Raises:
         OptionError: a message is wrong. The error names it and the field.
     """
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise refuse("messages", messages, wanted=f"a list of 1 to {MAX_MESSAGES} messages")
-    return [
+    checked = [
         _check_message(f"messages[{index}]", message, accept_tools=accept_tools)
         for index, message in enumerate(messages)
     ]
+    _match_results(checked)
+    return checked
 
 
 def _check_message(name: str, message: Any, *, accept_tools: bool) -> dict[str, Any]:
@@ -44,16 +45,15 @@ def _check_message(name: str, message: Any, *, accept_tools: bool) -> dict[str, 
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(ROLES))
-    if role == "tool" and not accept_tools:
-        raise OptionError(
-            f"{name}.role", "is tool, but tool calls are not supported for this model."
-        )
-    keys = _keys_of(role, accept_tools=accept_tools)
-    for key, value in message.items():
-        if key not in keys and value not in (None, []):
+    if not accept_tools and (role == "tool" or message.get("tool_calls")):
+        field = "role" if role == "tool" else "tool_calls"
+        reason = "needs tool calls, which are off. Start the server with --tool-call-parser."
+        raise OptionError(f"{name}.{field}", reason)
+    for key in _UNSUPPORTED_KEYS if role == "assistant" else ("tool_calls", *_UNSUPPORTED_KEYS):
+        if message.get(key) not in (None, []):
             raise OptionError(f"{name}.{key}", f"is not supported for role {role}. Remove it.")
-    content, checked = message.get("content"), _check_texts(name, message, keys=keys)
-    if role == "assistant" and accept_tools:
+    content, checked = message.get("content"), _check_texts(name, message, role=role)
+    if role == "assistant":
         if calls := list(_check_calls(name, message.get("tool_calls"))):
             checked["tool_calls"] = calls
         if content is None and (calls or "reasoning_content" in checked):
@@ -65,26 +65,55 @@ def _check_message(name: str, message: Any, *, accept_tools: bool) -> dict[str, 
     }
 
 
-def _keys_of(role: str, *, accept_tools: bool) -> tuple[str, ...]:
-    if role == "tool":
-        return (*_KEYS, "tool_call_id")
-    if role != "assistant":
-        return _KEYS
-    return (*_KEYS, OUR_OWN_KEY, *(("tool_calls", *_REASONING_KEYS) if accept_tools else ()))
-
-
-def _check_texts(name: str, message: dict[str, Any], *, keys: tuple[str, ...]) -> dict[str, Any]:
+def _check_texts(name: str, message: dict[str, Any], *, role: str) -> dict[str, Any]:
     """Return the string fields besides role and content."""
+    keys: tuple[str, ...] = ("name",)
+    if role == "tool":
+        keys += ("tool_call_id",)
+    elif role == "assistant":
+        keys += _REASONING_KEYS
     checked: dict[str, Any] = {}
-    for key in ("name", "tool_call_id", *_REASONING_KEYS):
+    for key in keys:
         value = message.get(key)
-        if key not in keys or value is None:
+        if value is None:
             continue
         field = "reasoning_content" if key in _REASONING_KEYS else key
         if not isinstance(value, str):
             raise refuse(f"{name}.{field}", value, wanted="a string")
         checked.setdefault(field, value)
     return checked
+
+
+def _match_results(messages: list[dict[str, Any]]) -> None:
+    """Give each tool message the id and the name of the call that it answers.
+
+    It answers a call of the preceding assistant message. Without `tool_call_id`, it answers the
+    first call that has no answer.
+    """
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "system":
+            continue
+        if message["role"] != "tool":
+            calls = message.get("tool_calls", [])
+            names = {call["id"]: call["function"]["name"] for call in calls}
+            waiting = list(names)
+            continue
+        if not names:
+            raise OptionError(
+                f"messages[{index}].role",
+                "is tool, but no assistant message with tool_calls comes before. "
+                "Remove the message.",
+            )
+        call_id = message.get("tool_call_id", waiting[0] if waiting else None)
+        if call_id not in names:
+            wanted = "the id of a call in the preceding assistant message"
+            raise refuse(f"messages[{index}].tool_call_id", call_id, wanted=wanted)
+        message["tool_call_id"] = call_id
+        message.setdefault("name", names[call_id])
+        if call_id in waiting:
+            waiting.remove(call_id)
 
 
 def _check_calls(name: str, calls: Any) -> Iterator[dict[str, Any]]:
@@ -143,5 +172,12 @@ def _check_part(name: str, part: Any) -> str:
 
 
 def is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the last message is an answer that the model continues."""
-    return bool(messages) and messages[-1]["role"] == "assistant"
+    """Return whether the last message is an answer that the model continues.
+
+    Raise OptionError if it ends with tool calls, whose results must follow.
+    """
+    if not messages or messages[-1]["role"] != "assistant":
+        return False
+    if messages[-1].get("tool_calls"):
+        raise OptionError("messages", "ends with tool_calls. Add a tool message for each of them.")
+    return True

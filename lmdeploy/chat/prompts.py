@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lmdeploy.base.checks import OptionError, flag_of
+from lmdeploy.base.checks import ContextLengthError, OptionError, flag_of
 from lmdeploy.chat.formats.base import AnswerStart
-from lmdeploy.chat.template import NO_TEMPLATE
+from lmdeploy.chat.prompt_template import NO_TEMPLATE
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import ChatFormat
-    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.chat.tool_calls import ToolUse
 
 # A text of more characters is first tokenized in pieces, so that it can be rejected early.
 _HUGE_TEXT = 1 << 20
@@ -21,7 +23,7 @@ _MAX_PROMPT_END = 256  # characters
 MAX_OPTIONS_SIZE = 1 << 22  # characters and values of chat_template_kwargs
 MAX_OPTIONS_DEPTH = 64
 # Variables that a template gets besides chat_template_kwargs.
-_OWN_VARIABLES = ("messages", "add_generation_prompt", "bos_token", "eos_token", "texts")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "texts")
 
 
 class PromptSource(Protocol):
@@ -60,20 +62,22 @@ def _check_pieces(source: PromptSource, text: str, *, max_tokens: int) -> None:
 def _too_long(source: PromptSource, max_tokens: int) -> OptionError:
     if max_tokens != source.session_len:
         return OptionError("prompt", f"has more than {max_tokens} tokens. Shorten it.")
-    return OptionError(
+    return ContextLengthError(
         "prompt",
         f"has more than {max_tokens} tokens, but session_len is {max_tokens}. "
         f"Shorten it or raise {flag_of('session_len')}.",
+        limit=source.session_len,
     )
 
 
 def _check_length(source: PromptSource, num_chars: int) -> None:
     limit = source.session_len * source.tokenizer.max_token_bytes
     if num_chars > limit:
-        raise OptionError(
+        raise ContextLengthError(
             "prompt",
             f"has {num_chars} characters, but session_len {source.session_len} holds at most "
             f"{limit}. Shorten it or raise {flag_of('session_len')}.",
+            limit=source.session_len,
         )
 
 
@@ -88,8 +92,10 @@ def encode_chat(
     source: PromptSource,
     messages: Any,
     *,
+    tool_use: ToolUse | None = None,
     template_options: dict[str, Any] | None = None,
     max_tokens: int | None = None,
+    begins_answer: bool | None = None,
 ) -> ChatPrompt:
     """Return the token ids of a conversation, up to where the answer begins.
 
@@ -97,29 +103,37 @@ def encode_chat(
     format begins another message.
 
     Args:
-        template_options: variables of the template. They have passed `ChatFormat.check_options`.
+        tool_use: the tools that the prompt describes and that the answer may call.
+        template_options: further variables of the template.
         max_tokens: reject longer prompts. None uses session_len.
+        begins_answer: begin another answer (True) or end the prompt with the last message (False).
+            None begins one unless the conversation ends with an answer.
 
     Raise OptionError for a wrong conversation, too large options, or a model without a chat
     template, and if the template rejects the messages.
     """
     options = template_options or {}
     chat_format = source.chat_format
-    # Tools are checked elsewhere.
-    check_template_options(
-        {name: v for name, v in options.items() if name != "tools" or not chat_format.accepts_tools}
-    )
-    if source.chat_template is None:
+    check_template_options(options)
+    if tool_use is not None and not chat_format.accepts_tools:
+        reason = "needs a tool-call parser. Start the server with --tool-call-parser."
+        raise OptionError("tools", reason)
+    template = source.chat_template
+    if template is None:
         raise OptionError("messages", NO_TEMPLATE)
-    rendered = chat_format.render(source.chat_template, messages, options=options)
+    if begins_answer is not None:
+        template = template.ending(begins_answer=begins_answer)
+    tools = () if tool_use is None else tool_use.tools
+    rendered = chat_format.render(template, messages, tools=tools, options=options)
     texts = rendered.texts
     num_chars = sum(map(len, texts))
     _check_length(source, num_chars)
     if len(texts) > source.session_len:  # each text needs at least one token
-        raise OptionError(
+        raise ContextLengthError(
             "prompt",
             f"spells {len(texts) - 1} special tokens, but session_len is {source.session_len}. "
             "Shorten it.",
+            limit=source.session_len,
         )
     limit = max_tokens or source.session_len
     ids: list[int] = []
@@ -128,8 +142,17 @@ def encode_chat(
         ids += encode_text(source, text, add_special=add_special, max_tokens=max_tokens)
         if len(ids) > limit and num_chars > _HUGE_TEXT:
             raise _too_long(source, limit)
-    start = AnswerStart(texts[-1][-_MAX_PROMPT_END:], rendered.continue_final_message)
+    continues = rendered.continue_final_message and begins_answer is None
+    start = AnswerStart(texts[-1][-_MAX_PROMPT_END:], continues, tool_use)
     return ChatPrompt(ids, start)
+
+
+def start_of_ids(source: PromptSource, ids: Sequence[int]) -> AnswerStart:
+    """Return the state in which the answer to a conversation given as token ids begins."""
+    template = source.chat_template
+    continues = template is not None and template.continue_final_message
+    end = source.tokenizer.decode(ids[-_MAX_PROMPT_END:], skip_special=False)
+    return AnswerStart(end[-_MAX_PROMPT_END:], continues)
 
 
 def check_template_options(options: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """A Jinja environment for untrusted chat templates, with bounds on time and memory.
 
 Jinja's immutable sandbox prevents access to Python. Inside `limits()`, one rendering has
-MAX_SECONDS of thread time. The time is checked in every iteration of a loop, every call of a macro
-or block, and every filter and test. A value has at most the size MAX_SIZE (see `size_of`). All
+MAX_SECONDS of thread time. The time is checked in every iteration of a loop, and in every call,
+comparison, item lookup, filter and test. A value has at most the size MAX_SIZE (see `size_of`). All
 values together have at most MAX_TOTAL. Integers have at most MAX_INTEGER_BITS. Exceeding a limit
 raises TemplateLimitError.
 """
@@ -27,7 +27,8 @@ from jinja2.visitor import NodeTransformer
 MAX_SECONDS = 10.0
 MAX_SIZE = 64 << 20
 MAX_TOTAL = 512 << 20
-MAX_INTEGER_BITS = 4096
+MAX_INTEGER_BITS = 64  # larger integers can have equal hashes, which make sets and dicts slow
+MAX_SEARCH = 1 << 30  # characters of a text times those of a needle that str searches naively
 MAX_WIDTH = 1 << 16
 MAX_PRECISION = 300
 
@@ -46,7 +47,7 @@ _METHODS = frozenset(
     }
 )
 # Filters that are slow on long texts or have unbounded results. No chat template uses them.
-_REMOVED_FILTERS = ("batch", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
+_REMOVED_FILTERS = ("batch", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
 # Widths in `%` formats, as digits or `*`, and the fields of str.format.
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 _BRACES = re.compile(r"\{([^{}]*)(\{?)")
@@ -163,6 +164,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look up an item. Filters call this method for each part of `attribute`."""
+        _tick()
+        return super().getitem(obj, argument)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator unless its result would be too large."""
         _check_operands(operator, left=left, right=right)
@@ -170,6 +176,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function unless its result would be too large."""
+        _tick()
         method = getattr(args[0], "__wrapped__", args[0])  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
@@ -200,6 +207,14 @@ class _AddChecks(NodeTransformer):
     def _add_check(self, node: Any) -> Any:
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") != "load" else _call(_CHECK, [node], node=node)
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        _count(node.value)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)  # `in` and == may walk the whole value
+        return nodes.And(_call(_TICK, [], node=node), node, lineno=node.lineno)
 
     visit_For = visit_Macro = visit_CallBlock = visit_Block = _add_tick
     visit_List = visit_Dict = visit_Tuple = _add_check
@@ -233,6 +248,8 @@ def _check(value: Any) -> Any:
 
 
 def _count(value: Any) -> Any:
+    if isinstance(value, int):
+        _check_bits(value.bit_length())
     if isinstance(value, str | bytes | list | tuple | dict | set | frozenset):
         _budget.left -= len(value) * (1 if isinstance(value, str | bytes) else _ITEM)
         if _budget.left < 0:
@@ -252,16 +269,20 @@ def _check_size(size: int) -> None:
         )
 
 
+def _check_bits(bits: int) -> None:
+    if bits > MAX_INTEGER_BITS:
+        raise TemplateLimitError(
+            f"it creates an integer of {bits} bits, but the limit is {MAX_INTEGER_BITS}"
+        )
+
+
 def _check_operands(operator: str, *, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = max(left.bit_length(), right.bit_length())
         if operator in ("*", "**"):
             power = left.bit_length() * max(right, 1)
             bits = power if operator == "**" else left.bit_length() + right.bit_length()
-        if bits > MAX_INTEGER_BITS:
-            raise TemplateLimitError(
-                f"it creates an integer of {bits} bits, but the limit is {MAX_INTEGER_BITS}"
-            )
+        _check_bits(bits)
     elif operator == "*":
         for times, value in ((left, right), (right, left)):
             if isinstance(times, int):
@@ -317,11 +338,19 @@ def _check_indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False
     _check_size(size_of(s) + (str(s).count("\n") + 1) * step)
 
 
-def _check_int(value: Any, *_: Any, **__: Any) -> None:
-    if isinstance(value, str) and len(value) > MAX_INTEGER_BITS // 4:
-        max_value = MAX_INTEGER_BITS // 4
+def _check_search(text: Any, needle: Any = None, *_: Any, **__: Any) -> None:
+    if isinstance(needle, str) and len(str(text)) * len(needle) > MAX_SEARCH:
         raise TemplateLimitError(
-            f"it converts {len(value)} characters by int, but the limit is {max_value}"
+            f"it searches {len(str(text))} characters for {len(needle)}, but the product must be "
+            f"at most {MAX_SEARCH}"
+        )
+
+
+def _check_int(value: Any, *_: Any, **__: Any) -> None:
+    if isinstance(value, str) and len(value) > MAX_INTEGER_BITS // 3:
+        limit = MAX_INTEGER_BITS // 3
+        raise TemplateLimitError(
+            f"it converts {len(value)} characters by int, but the limit is {limit}"
         )
 
 
@@ -347,9 +376,12 @@ _FILTERS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "round": _check_round,
     "sum": _check_sum,
+    "trim": _check_search,
 }
 _METHOD_CHECKS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _check_width),
     **dict.fromkeys(("format", "format_map"), _check_braces),
     "replace": _check_replace,
+    **dict.fromkeys(("strip", "lstrip", "rstrip"), _check_search),
+    **dict.fromkeys(("rfind", "rindex", "rsplit", "rpartition"), _check_search),
 }

@@ -7,19 +7,25 @@ it returns the same text as decoding at once.
 from __future__ import annotations
 
 import codecs
+import json
+import re
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import parse_json_object, read_json_object
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
     from tokenizers import Tokenizer as Backend
+
+    from lmdeploy.chat.bounded.process import TokenizerProcess
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
@@ -38,6 +44,7 @@ _END_OF_TURN = (
 _ANSWER_ENDS = ("<|return|>", "<|call|>")
 
 _LONG_TEXT = 4096  # characters
+_MAX_REASON = 160  # characters of another library's error
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -58,6 +65,32 @@ def without_surrogates(text: str) -> str:
     return text
 
 
+@contextmanager
+def library_errors(convert: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise convert(reason) for any error of a library in Rust, a panic included.
+
+    A panic raises PanicException, which is not an Exception and which no module exports.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise convert(" ".join(str(error).split())[:_MAX_REASON].rstrip(".")) from error
+
+
+def _cannot_tokenize(reason: str) -> OptionError:
+    return OptionError(
+        "prompt", f"contains text that the tokenizer of this model cannot process: {reason}."
+    )
+
+
+def _cannot_restrict(reason: str) -> OptionError:
+    return OptionError(
+        "response_format", f"cannot be used with the tokenizer of this model: {reason}."
+    )
+
+
 class Tokenizer:
     """A tokenizer of one model. Immutable; any thread may use it.
 
@@ -66,6 +99,7 @@ class Tokenizer:
         eos_ids: ids that end an answer.
         bos_id: the id at the beginning of a text, or None.
         strip_first_space: remove the first space of decoded text (SentencePiece).
+        process: tokenizes instead of the backend, whose settings are not known to be fast.
     """
 
     def __init__(
@@ -75,8 +109,10 @@ class Tokenizer:
         eos_ids: Sequence[int],
         bos_id: int | None = None,
         strip_first_space: bool | None = None,
+        process: TokenizerProcess | None = None,
     ) -> None:
         self._backend = backend
+        self._process = process
         self.eos_ids = list(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         pieces, strip = _bytes_of_tokens(backend)
@@ -85,11 +121,11 @@ class Tokenizer:
         self._all_bytes = b"".join(pieces)
         self._starts = array("I", accumulate(map(len, pieces), initial=0))
         self._strip_first_space = strip if strip_first_space is None else strip_first_space
-        self._special = {
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = backend.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        contents = sorted({token.content for token in added.values() if token.content}, key=len)
+        longest_first = "|".join(map(re.escape, reversed(contents)))
+        self._added = re.compile(longest_first or r"(?!)")
         self._grammar_lock = threading.Lock()
         self._grammar_tokenizers: dict[int, LLTokenizer] = {}
 
@@ -122,14 +158,17 @@ class Tokenizer:
         """Return the ids of `text`. Special tokens that are spelled in it are recognized.
 
         `add_special` adds the special tokens around a text (BOS). A rendered chat template already
-        has them.
+        has them. Raise OptionError if the library fails.
         """
-        try:
-            return self._encode(text, add_special)
-        except (TypeError, UnicodeEncodeError):
-            return self._encode(without_surrogates(text), add_special)
+        with library_errors(_cannot_tokenize):
+            try:
+                return self._encode(text, add_special)
+            except (TypeError, UnicodeEncodeError):
+                return self._encode(without_surrogates(text), add_special)
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
+        if self._process is not None:
+            return self._process.encode(text, add_special)
         if len(text) < _LONG_TEXT:
             encoding = self._backend.encode(text, add_special_tokens=add_special)
         else:  # only the batch call releases the GIL
@@ -142,9 +181,20 @@ class Tokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
-    def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> TextStream:
-        """Return an incremental decoder. `begins_text`: the ids do not continue another text."""
-        return TextStream(self, skip_special, begins_text=begins_text)
+    def stream(
+        self,
+        skip_special: bool = True,
+        *,
+        begins_text: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> TextStream:
+        """Return an incremental decoder.
+
+        Args:
+            skip_special: leave out special tokens other than those in `shown`.
+            begins_text: the ids do not continue another text.
+        """
+        return TextStream(self, skip_special, begins_text=begins_text, shown=shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of an id, also of a special one. Raise ValueError for an unknown id."""
@@ -161,6 +211,20 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    def split_added(self, text: str) -> list[int | str]:
+        """Return the ids of added tokens that `text` spells, and the texts between them."""
+        parts: list[int | str] = []
+        at = 0
+        for match in self._added.finditer(text):
+            if match.start() > at:
+                parts.append(text[at : match.start()])
+            found = self.token_id(match.group())
+            if found is None:
+                raise RuntimeError(f"the tokenizer does not know its own token {match.group()!r}")
+            parts.append(found)
+            at = match.end()
+        return [*parts, text[at:]] if at < len(text) else parts
+
     def grammar_tokenizer(self, vocab_size: int | None = None) -> LLTokenizer:
         """Return llguidance's form of this tokenizer. It is built once per size in about a second.
 
@@ -171,9 +235,10 @@ class Tokenizer:
         size = max(vocab_size or 0, self.vocab_size)
         with self._grammar_lock:
             if size not in self._grammar_tokenizers:
-                self._grammar_tokenizers[size] = LLTokenizer(
-                    self._backend.to_str(), n_vocab=size, eos_token=self.eos_ids or None
-                )
+                with library_errors(_cannot_restrict):
+                    self._grammar_tokenizers[size] = LLTokenizer(
+                        self._backend.to_str(), n_vocab=size, eos_token=self.eos_ids or None
+                    )
             return self._grammar_tokenizers[size]
 
     @property
@@ -185,9 +250,17 @@ class Tokenizer:
 class TextStream:
     """Decodes ids one at a time. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, *, begins_text: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool,
+        *,
+        begins_text: bool,
+        shown: frozenset[int],
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = begins_text and tokenizer.strips_first_space
 
@@ -195,7 +268,7 @@ class TextStream:
         """Return the text that `token_id` completes. Incomplete characters are held back."""
         piece = self._tokenizer.token_bytes(token_id)
         if self._skip_special and self._tokenizer.is_special(token_id):
-            return ""
+            return self._decoder.decode(piece) if token_id in self._shown else ""
         if self._strip and piece:
             piece = piece.removeprefix(b" ")
             self._strip = False
@@ -223,8 +296,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             f"{folder}: tokenizer.json is missing. Other tokenizer files (tokenizer.model, "
             "vocab.txt) are not supported. Save the tokenizer in its fast form."
         )
-    read_json_object(path, _MAX_TOKENIZER_BYTES)
-    backend = _backend_from_file(path)
+    backend, process = _backend_from_file(path)
     configs = [
         read_json_object(folder / name, _MAX_CONFIG_BYTES)
         for name in ("generation_config.json", "config.json")
@@ -248,6 +320,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         backend,
         eos_ids=[*eos_ids, *end_of_turn_ids(backend)],
         bos_id=bos_ids[0] if bos_ids else None,
+        process=process,
     )
 
 
@@ -264,18 +337,35 @@ def end_of_turn_ids(backend: Backend) -> list[int]:
     return [special[text] for text in ends if text in special]
 
 
-def _backend_from_file(path: Path) -> Backend:
+def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
+    """Return the tokenizer, and the process that tokenizes if its settings may be slow."""
     from tokenizers import Tokenizer as BackendClass
 
-    try:
-        backend: Backend = BackendClass.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelFormatError(
-            f"{path}: The file is not a tokenizer: {str(error)[:160]}"
-        ) from error
+    from lmdeploy.chat.bounded.process import TokenizerProcess
+    from lmdeploy.chat.bounded.settings import is_bounded
+
+    settings = read_json_object(path, _MAX_TOKENIZER_BYTES)
+
+    def not_a_tokenizer(reason: str) -> ModelFormatError:
+        return ModelFormatError(f"{path}: The file is not a tokenizer: {reason}")
+
+    with library_errors(not_a_tokenizer):
+        if is_bounded(settings):
+            backend: Backend = BackendClass.from_file(str(path))
+            process = None
+        else:
+            process = TokenizerProcess(path)
+            backend = BackendClass.from_str(json.dumps(_vocabulary_only(settings)))
     backend.no_padding()
     backend.no_truncation()
-    return backend
+    return backend, process
+
+
+def _vocabulary_only(settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove the steps that process text. The library runs normalizers even while loading."""
+    removed = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+    added = [{**token, "normalized": False} for token in settings.get("added_tokens") or ()]
+    return {**settings, **removed, "added_tokens": added}
 
 
 def _id_list(value: Any) -> list[int]:

@@ -14,29 +14,38 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmdeploy.chat.detokenize import Detokenizer
-from lmdeploy.chat.tool_calls import ToolCall
+from lmdeploy.chat.tool_calls import Tool, ToolCall, ToolUse, parsed_arguments
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.grammar import AnswerGrammar
+    from lmdeploy.chat.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-Tool = dict[str, Any]
+NO_PARSER = "none"
 
 
 @dataclass
 class Delta:
-    """New parts of an answer. `tool_calls` are parts of calls, in order."""
+    """New parts of an answer.
+
+    Args:
+        tool_calls: parts of calls, in order.
+        num_broken_calls: calls that could not be parsed. Their text is content, or the end of it is
+            if the name was already known.
+    """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    num_broken_calls: int = 0
 
     def add(self, other: Delta) -> None:
         """Append later parts."""
         self.content += other.content
         self.reasoning += other.reasoning
         self.tool_calls += other.tool_calls
+        self.num_broken_calls += other.num_broken_calls
 
 
 @dataclass(frozen=True)
@@ -47,16 +56,24 @@ class ModelInfo:
     tokenizer: Tokenizer
     template: str = ""  # source of the chat template
 
+    def mentions(self, marks: Sequence[str], foreign: Sequence[str] = ()) -> bool:
+        """Return whether the template contains all of `marks` and none of the foreign ones."""
+        return all(mark in self.template for mark in marks) and not any(
+            mark in self.template for mark in foreign
+        )
+
 
 class AnswerStart(NamedTuple):
-    """The state in which the prompt of an answer ends.
+    """The state in which an answer begins.
 
     prompt_end: the last characters of the prompt, such as `<think>` where it opens the reasoning.
     continue_final_message: the answer continues the text of the last message.
+    tool_use: the tools that the answer may call, or None.
     """
 
     prompt_end: str = ""
     continue_final_message: bool = False
+    tool_use: ToolUse | None = None
 
 
 class RenderedPrompt(NamedTuple):
@@ -79,8 +96,18 @@ class AnswerDecoder(Detokenizer, Protocol):
     """
 
     @property
+    def splits(self) -> bool:
+        """Return whether text of the answer may be reasoning or tool calls."""
+        ...
+
+    @property
     def num_tool_calls(self) -> int:
         """Return the number of tool calls begun so far."""
+        ...
+
+    @property
+    def num_broken_calls(self) -> int:
+        """Return the number of tool calls so far that could not be parsed."""
         ...
 
     def take_aside(self) -> Delta:
@@ -97,6 +124,11 @@ class ChatFormat(Protocol):
         ...
 
     @property
+    def parser_names(self) -> tuple[str, str]:
+        """Return the names of the reasoning and the tool-call parser. "none" means no parser."""
+        ...
+
+    @property
     def splits_answers(self) -> bool:
         """Return whether answers can have reasoning or tool calls."""
         ...
@@ -106,31 +138,34 @@ class ChatFormat(Protocol):
         """Return whether requests may have `tools`."""
         ...
 
-    def check_options(self, options: dict[str, Any], *, tool_choice: Any) -> dict[str, Any]:
-        """Check the template's variables that belong to the format and return those to render.
-
-        Raise OptionError, which names the field.
-        """
-        ...
-
     def render(
-        self, template: PromptTemplate, messages: Any, *, options: dict[str, Any]
+        self,
+        template: PromptTemplate,
+        messages: Any,
+        *,
+        tools: Sequence[Tool],
+        options: dict[str, Any],
     ) -> RenderedPrompt:
         """Check and render messages as a client sends them.
 
-        Raise OptionError for wrong messages.
-        """
-        ...
+        Args:
+            tools: checked tools for the prompt to describe.
+            options: further variables of the template.
 
-    def tool_grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
-        """Return the grammar of an answer in llguidance's notation; None leaves it free.
-
-        Raise OptionError for a `tool_choice` that the format cannot enforce.
+        Raise OptionError for wrong messages or a wrong option of the format.
         """
         ...
 
     def constrained_prefix(self) -> list[int]:
         """Return the tokens after the prompt that open the content for a `response_format`."""
+        ...
+
+    def grammar(self, start: AnswerStart, response: dict[str, Any] | None) -> str | None:
+        """Return the grammar of an answer in llguidance's notation; None leaves it free.
+
+        `response` is the grammar of a `response_format` (see chat/grammar.py) or None. Raise
+        OptionError for tools that the format cannot enforce.
+        """
         ...
 
     def decoder(
@@ -139,7 +174,7 @@ class ChatFormat(Protocol):
         """Return a decoder for one answer.
 
         skip_special: leave special tokens out of the content.
-        constrained: the prompt ends with `constrained_prefix`.
+        constrained: the content follows a `response_format`.
         """
         ...
 
@@ -187,29 +222,64 @@ class Parser(ABC):
 class ReasoningParser(Parser):
     """Separates reasoning from the rest of an answer."""
 
+    @property
+    @abstractmethod
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts that the splitter looks for. They may be special tokens."""
+
     @abstractmethod
     def splitter(self, start: AnswerStart) -> Splitter:
         """Return an object that splits text into reasoning and content."""
+
+    @abstractmethod
+    def grammar(self, start: AnswerStart, grammar: AnswerGrammar) -> str:
+        """Return the expression of what may come before the content, added to `grammar`."""
 
     def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
         """Return `chat_format` with this reasoning part."""
         return chat_format.with_reasoning(self)
 
 
+def with_object_arguments(message: Message) -> Message:
+    """Return a checked message in which the arguments of calls are objects, if they can be."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**function, "arguments": parsed_arguments(function["arguments"])}}
+        for call in message["tool_calls"]
+        for function in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls}
+
+
 class ToolCallParser(Parser):
     """Finds tool calls in an answer."""
 
+    @property
     @abstractmethod
-    def splitter(self) -> Splitter:
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts that the splitter looks for. They may be special tokens."""
+
+    @abstractmethod
+    def splitter(self, tool_use: ToolUse) -> Splitter:
         """Return an object that splits text into content and tool calls."""
 
     @abstractmethod
-    def grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
-        """Return the grammar of an answer; see ChatFormat.tool_grammar."""
+    def grammar(self, tool_use: ToolUse, grammar: AnswerGrammar) -> str:
+        """Return the expression of an answer that calls tools, added to `grammar`.
 
-    def prepare(self, messages: list[Message]) -> list[Message]:
-        """Return checked messages in the form in which the model's template expects them."""
-        return messages
+        If `tool_use.is_required`, the answer is calls only. Otherwise it is text that may have
+        calls.
+        """
+
+    def prepare(
+        self, messages: list[Message], tools: Sequence[Tool]
+    ) -> tuple[list[Message], Sequence[Tool]]:
+        """Return checked messages and tools in the form in which the template expects them.
+
+        Most templates read the arguments of calls as objects.
+        """
+        return [with_object_arguments(message) for message in messages], tools
 
     def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
         """Return `chat_format` with this tool-call part."""

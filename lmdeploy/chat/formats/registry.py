@@ -5,21 +5,114 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from lmdeploy.chat.formats.base import ChatFormat, ModelInfo, Parser
+from lmdeploy.chat.formats.base import NO_PARSER, ChatFormat, ModelInfo, Parser
+from lmdeploy.chat.formats.gemma import GemmaCalls
 from lmdeploy.chat.formats.harmony.format import Harmony
+from lmdeploy.chat.formats.json_calls import JsonCalls
+from lmdeploy.chat.formats.llama3 import Llama3Calls
+from lmdeploy.chat.formats.mistral import MistralCalls
+from lmdeploy.chat.formats.prompted_calls import PromptedCalls
+from lmdeploy.chat.formats.tagged_calls import TaggedCalls
 from lmdeploy.chat.formats.text import TextFormat
+from lmdeploy.chat.formats.think import Think
 
 logger = logging.getLogger("lmdeploy")
 
 # Without a flag, the first parser that matches the model is used.
 _HARMONY = Harmony()
-REASONING_PARSERS: tuple[Parser, ...] = (_HARMONY,)
-TOOL_CALL_PARSERS: tuple[Parser, ...] = (_HARMONY,)
+REASONING_PARSERS: tuple[Parser, ...] = (
+    _HARMONY,
+    Think(("deepseek-r1",), model_types=("deepseek_v3",), begins_open=True),
+    Think(("gemma", "gemma4"), begin="<|channel>thought", end="<channel|>", is_fallback=True),
+    Think(
+        ("qwen3", "default", "deepseek-v3", "deepseek-v32", "deepseek-v4", "intern-s1"),
+        is_fallback=True,
+    ),
+)
+TOOL_CALL_PARSERS: tuple[Parser, ...] = (
+    _HARMONY,
+    JsonCalls(
+        ("qwen3", "qwen", "qwen2d5", "hermes"),
+        begin="<tool_call>",
+        end="</tool_call>",
+        space="\n",
+        separator="\n",
+        template_marks=("<tool_call>",),
+        foreign_marks=("<function=", "<arg_key>", "<tool_calls>", "minimax"),
+    ),
+    JsonCalls(
+        ("internlm2",),
+        begin="<|action_start|><|plugin|>",
+        end="<|action_end|>",
+        space="\n",
+        arguments_key="parameters",
+        template_marks=("<|action_start|>",),
+    ),
+    TaggedCalls(
+        ("qwen3coder", "qwen3_coder", "interns2-preview"),
+        begin="<tool_call>",
+        open="<function=",
+        named=">",
+        key="<parameter=",
+        key_end=">",
+        close="</parameter>",
+        shut="</function>",
+        end="</tool_call>",
+        value_line="\n",
+        template_marks=("<tool_call>", "<function="),
+    ),
+    *(
+        TaggedCalls(
+            (name,),
+            begin="<tool_call>",
+            open="",
+            named="",
+            key="<arg_key>",
+            key_end="</arg_key>",
+            value="<arg_value>",
+            close="</arg_value>",
+            shut="",
+            end="</tool_call>",
+            line=line,
+            template_marks=("<tool_call>", f"</arg_key>{line}<arg_value>"),
+        )
+        for name, line in (("glm45", "\n"), ("glm47", ""))
+    ),
+    *(
+        TaggedCalls(
+            (name,),
+            begin=f"<｜DSML｜{block}>",
+            open='<｜DSML｜invoke name="',
+            named='">',
+            key='<｜DSML｜parameter name="',
+            key_end='" string="',
+            kinds=('true">', 'false">'),
+            close="</｜DSML｜parameter>",
+            shut="</｜DSML｜invoke>",
+            end=f"</｜DSML｜{block}>",
+            is_block=True,
+            template_marks=("｜DSML｜", block),
+        )
+        for name, block in (("deepseek-v32", "function_calls"), ("deepseek-v4", "tool_calls"))
+    ),
+    MistralCalls(),
+    Llama3Calls(),
+    GemmaCalls(("gemma", "gemma4"), begin="<|tool_call>", end="<tool_call|>", quote='<|"|>'),
+    GemmaCalls(
+        ("functiongemma",),
+        begin="<start_function_call>",
+        end="<end_function_call>",
+        quote="<escape>",
+    ),
+    PromptedCalls(
+        ("prompted",), begin="<tool_call>", end="</tool_call>", space="\n", separator="\n"
+    ),
+)
 
 
 def parser_names(parsers: Sequence[Parser]) -> tuple[str, ...]:
     """Return the names that a flag accepts."""
-    return tuple(name for parser in parsers for name in parser.names)
+    return (*(name for parser in parsers for name in parser.names), NO_PARSER)
 
 
 def choose_format(
@@ -31,8 +124,9 @@ def choose_format(
     """Return the chat format of a model.
 
     Args:
-        reasoning_parser: name of the reasoning part. None uses the default for the model.
-        tool_call_parser: name of the tool-call part. None uses the default for the model.
+        reasoning_parser: name of the reasoning part. "none" uses no parser. None uses the default
+            for the model.
+        tool_call_parser: name of the tool-call part, in the same way.
 
     Raise ValueError for an unknown name, and if a named part does not support the model or the
     other part. A default part that is not supported is skipped with a warning.
@@ -45,6 +139,8 @@ def choose_format(
     ):
         if name is None:
             found += [parser for parser in parsers if parser.matches(model)][:1]
+            continue
+        if name == NO_PARSER:
             continue
         try:
             chat_format = _find(parsers, name).extend(chat_format, model)

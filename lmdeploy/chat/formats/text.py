@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.base import (
+    NO_PARSER,
     AnswerStart,
     Delta,
     ReasoningParser,
     RenderedPrompt,
     Splitter,
-    Tool,
     ToolCallParser,
 )
+from lmdeploy.chat.grammar import AnswerGrammar
 from lmdeploy.chat.messages import check_messages, is_continued
-from lmdeploy.chat.tool_calls import check_tools
+from lmdeploy.chat.tool_calls import Tool
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
 
@@ -32,6 +33,12 @@ class TextDecoder:
         self._splitters = splitters
         self._aside = Delta()
         self.num_tool_calls = 0
+        self.num_broken_calls = 0
+
+    @property
+    def splits(self) -> bool:
+        """Return whether text of the answer may be reasoning or tool calls."""
+        return bool(self._splitters)
 
     def push(self, token: int) -> str:
         """Return the content that `token` completes."""
@@ -58,6 +65,7 @@ class TextDecoder:
                 delta.add(splitter.finish())
             text, delta.content = delta.content, ""
             self._aside.add(delta)
+            self.num_broken_calls += delta.num_broken_calls
             for call in delta.tool_calls:
                 self.num_tool_calls = max(self.num_tool_calls, call.index + 1)
         return text
@@ -74,8 +82,14 @@ class TextFormat:
     @property
     def name(self) -> str:
         """Return the names of the parts, or "plain"."""
-        parts = [part.names[0] for part in (self.reasoning, self.tools) if part is not None]
+        parts = [name for name in self.parser_names if name != NO_PARSER]
         return " and ".join(dict.fromkeys(parts)) or "plain"
+
+    @property
+    def parser_names(self) -> tuple[str, str]:
+        """Return the names of the parts. "none" means that there is no part."""
+        reasoning = NO_PARSER if self.reasoning is None else self.reasoning.names[0]
+        return reasoning, NO_PARSER if self.tools is None else self.tools.names[0]
 
     @property
     def splits_answers(self) -> bool:
@@ -87,45 +101,60 @@ class TextFormat:
         """Return whether there is a tool-call part."""
         return self.tools is not None
 
-    def check_options(self, options: dict[str, Any], *, tool_choice: Any) -> dict[str, Any]:
-        """Check `tools`; a `tool_choice` of "none" hides them from the template."""
-        tools = check_tools(options.get("tools"))
-        rest = {name: value for name, value in options.items() if name != "tools"}
-        return {**rest, "tools": tools} if tools and tool_choice != "none" else rest
-
     def render(
-        self, template: PromptTemplate, messages: Any, *, options: dict[str, Any]
+        self,
+        template: PromptTemplate,
+        messages: Any,
+        *,
+        tools: Sequence[Tool],
+        options: dict[str, Any],
     ) -> RenderedPrompt:
         """Check messages and render them by the template."""
-        checked = check_messages(messages, accept_tools=self.splits_answers)
+        checked = check_messages(messages, accept_tools=self.tools is not None)
+        continues = is_continued(checked) and checked[-1]["content"] != ""
         if self.tools is not None:
-            checked = self.tools.prepare(checked)
-        text = template.render(checked, options)
-        continues = template.continue_final_message or (
-            is_continued(checked) and checked[-1]["content"] != ""
-        )
+            checked, tools = self.tools.prepare(checked, tools)
+        if tools:
+            options = {**options, "tools": tools}
+        text = template.render(checked, _with_effort(options))
+        continues = template.continue_final_message or continues
         return RenderedPrompt([text], template.add_special, continues)
-
-    def tool_grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
-        """Return the tool-call part's grammar."""
-        return None if self.tools is None else self.tools.grammar(tools, tool_choice)
 
     def constrained_prefix(self) -> list[int]:
         """Return nothing: content needs no opening."""
         return []
 
+    def grammar(self, start: AnswerStart, response: dict[str, Any] | None) -> str | None:
+        """Return the grammar of the reasoning, followed by that of the response or of the calls."""
+        grammar = AnswerGrammar(self.tokenizer)
+        if response is not None:
+            answer = grammar.embed(response)
+        elif self.tools is not None and start.tool_use is not None:
+            if not start.tool_use.is_constrained:
+                return None
+            answer = self.tools.grammar(start.tool_use, grammar)
+        else:
+            return None
+        before = "" if self.reasoning is None else self.reasoning.grammar(start, grammar)
+        return grammar.text(f"{before} {answer}")
+
     def decoder(self, start: AnswerStart, *, skip_special: bool, constrained: bool) -> TextDecoder:
-        """Return a decoder. Splitters parse text, so their text includes special tokens."""
-        text = TokenDetokenizer(
-            self.tokenizer,
-            skip_special and not self.splits_answers,
-            begins_text=not start.continue_final_message,
-        )
+        """Return a decoder. Splitters see the special tokens that they look for."""
         splitters: list[Splitter] = []
+        marks: tuple[str, ...] = ()
         if self.reasoning is not None:
             splitters.append(self.reasoning.splitter(start))
-        if self.tools is not None:
-            splitters.append(self.tools.splitter())
+            marks += self.reasoning.marks
+        if self.tools is not None and start.tool_use is not None and not constrained:
+            splitters.append(self.tools.splitter(start.tool_use))
+            marks += self.tools.marks
+        parts = [part for mark in marks for part in self.tokenizer.split_added(mark)]
+        text = TokenDetokenizer(
+            self.tokenizer,
+            skip_special,
+            begins_text=not start.continue_final_message,
+            shown=frozenset(part for part in parts if isinstance(part, int)),
+        )
         return TextDecoder(text, splitters)
 
     def with_reasoning(self, parser: ReasoningParser) -> TextFormat:
@@ -135,3 +164,10 @@ class TextFormat:
     def with_tools(self, parser: ToolCallParser) -> TextFormat:
         """Return this format with another tool-call part."""
         return replace(self, tools=parser)
+
+
+def _with_effort(options: dict[str, Any]) -> dict[str, Any]:
+    """Let a `reasoning_effort` of "none" turn thinking off in templates with a switch for it."""
+    if options.get("reasoning_effort") == "none":
+        return {"enable_thinking": False, "thinking": False, **options}
+    return options

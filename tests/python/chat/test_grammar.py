@@ -9,13 +9,19 @@ import pytest
 from fake_engine import FakeTokenizer
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.chat.grammar import Grammar, Grammars
+from lmdeploy.chat.grammar import Grammar, Grammars, grammar_text
 
 VOCAB_SIZE = 262  # size of llguidance's byte tokenizer
 
 
 def grammars() -> Grammars:
     return Grammars(lambda: FakeTokenizer().grammar_tokenizer(VOCAB_SIZE))
+
+
+def text_of(response_format: dict[str, Any]) -> str:
+    text = grammar_text(response_format)
+    assert text is not None
+    return text
 
 
 def allowed(mask_of: Any, new_tokens: bytes = b"") -> str:
@@ -27,12 +33,12 @@ def allowed(mask_of: Any, new_tokens: bytes = b"") -> str:
 
 def test_token_mask_answers_have_independent_states() -> None:
     known = grammars()
-    format_ = {"type": "regex_schema", "regex_schema": "a(b|c)d"}
-    first, second = known.token_mask(format_), known.token_mask(format_)
+    text = text_of({"type": "regex_schema", "regex_schema": "a(b|c)d"})
+    first, second = known.token_mask(text), known.token_mask(text)
     assert (allowed(first), allowed(first, b"a")) == ("a", "bc")
     assert allowed(second) == "a"
     assert allowed(first, b"b") == "d"
-    assert allowed(known.token_mask(format_)) == "a"
+    assert allowed(known.token_mask(text)) == "a"
     assert allowed(second, b"a") == "bc"
 
 
@@ -57,18 +63,18 @@ def test_grammars_schemas_with_1_and_true_are_distinct() -> None:
 
     def begins(value: object) -> str:
         schema = {"const": value}
-        return allowed(known.token_mask({"type": "json_schema", "json_schema": schema}))
+        return allowed(known.token_mask(text_of({"type": "json_schema", "json_schema": schema})))
 
     assert "1" in begins(1) and "t" in begins(True)
 
 
-def test_grammars_text_format_builds_no_tokenizer() -> None:
-    assert Grammars(lambda: pytest.fail("asked for")).token_mask({"type": "text"}) is None
+def test_grammar_text_of_plain_text_is_none() -> None:
+    assert grammar_text({"type": "text"}) is None
 
 
 def test_token_mask_token_outside_the_grammar_raises_option_error() -> None:
     mask = np.zeros((VOCAB_SIZE + 31) // 32, dtype=np.int32)
-    token_mask = grammars().token_mask({"type": "regex_schema", "regex_schema": "ab"})
-    assert token_mask is not None and token_mask([], mask)
+    token_mask = grammars().token_mask(text_of({"type": "regex_schema", "regex_schema": "ab"}))
+    assert token_mask([], mask)
     with pytest.raises(OptionError, match=r"^response_format rejected a token: "):
         token_mask([ord("x")], mask)

@@ -135,7 +135,15 @@ HOARDING = (
 SUMMED = "{{ ([[1] * 10**6] * 10**6)|sum(start=[]) }}"
 DIVIDED = "{{ (('f' * 10**7)|int(0, 16)) // (('f' * 10**6)|int(0, 16)) }}"
 HEX = "{{ 0x" + "f" * 10**5 + " // 0x" + "e" * 10**4 + " }}"
+# Straight-line code has no loop, so each expression must check the time itself.
+REPEATED = (
+    "{% set x = range(99999)|list * 5 %}{% set y = range(99999)|list * 5 %}"
+    "{% set t = 'x' * 10**7 %}" + "{{ EXPRESSION }}" * 400
+)
+DOTTED = "{% set p = '0.' * 10**5 ~ '0' %}{{ (['1'] * 99999)|USE|list|length }}"
 VALUE = "creates a value of"
+SEARCH = "searches 10000000 characters"
+BITS = "an integer of|runs for|by int"
 WIDTH = "uses a width of"
 SLOW = f"{VALUE}|runs for more than"  # whichever limit is reached first
 
@@ -143,7 +151,7 @@ SLOW = f"{VALUE}|runs for more than"  # whichever limit is reached first
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 }}", "integer of 4098"),
+        ("{{ 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 }}", "integer of 66"),
         ("{{ 9 ** (messages|length * 100000000) }}", "an integer of 1600000000 bits"),
         ("{{ 'x' * 10**11 }}", VALUE),
         ("{{ 10**11 * 'x' }}", VALUE),
@@ -199,13 +207,36 @@ SLOW = f"{VALUE}|runs for more than"  # whichever limit is reached first
         (SUMMED, VALUE),
         ("{{ [[1], [2]]|sum(start=[]) }}", "a start of type list"),
         (DIVIDED, "converts 10000000 characters by int"),
-        (HEX, "limit .* for integer"),
+        (HEX, "creates an integer of 400000 bits"),
         ("{{ lipsum() }}", "undefined"),
         (HOARDING, "characters in all"),
         (SPINNING, "runs for more than"),
         (FILTERED, "runs for more than"),
         (BRANCHING, "runs for more than"),
         (BLOCKS, "runs for more than"),
+        *(
+            (REPEATED.replace("EXPRESSION", expression), "runs for more than")
+            for expression in ("-1 in x", "x == y", "x.count(-1)", "t.count('y')")
+        ),
+        *(
+            (DOTTED.replace("USE", use), "runs for more than")
+            for use in (
+                "map(attribute=p, default=1)",
+                "selectattr(p)",
+                "rejectattr(p)",
+                "unique(attribute=p)",
+            )
+        ),
+        ("{{ ('a' * 10**7).strip('b' * 10**7 ~ 'a') }}", SEARCH),
+        ("{{ ('a' * 10**7)|trim('b' * 10**7 ~ 'a') }}", SEARCH),
+        ("{{ ('a' * 10**7).rfind('ab' ~ 'a' * 10**6) }}", SEARCH),
+        ("{{ ('a' * 10**7).rsplit('ab' ~ 'a' * 10**6) }}", SEARCH),
+        ("{{ ('a' * 10**7).rpartition('ab' ~ 'a' * 10**6) }}", SEARCH),
+        ("{{ ('<!---->x' * 10**6)|striptags }}", "No filter named 'striptags'"),
+        # Integers with the same hash would make a set of n of them take n**2 steps.
+        ("{{ range(99999)|map('string')|map('replace', '', '9' * 5)|map('int')|list }}", BITS),
+        ("{{ 5 * (2**61 - 1) * 9 }}", BITS),
+        ("{{ {1" + "0" * 30 + ": 1} }}", BITS),
         (SEARCHED.replace("TEST", "select('in', x)"), "runs for more than"),
         (SEARCHED.replace("TEST", "reject('in', x)"), "runs for more than"),
         (SEARCHED.replace("TEST", "map('string')|select('in', x)"), "runs for more than"),

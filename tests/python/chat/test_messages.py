@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.chat.messages import MAX_TOOL_CALLS, OUR_OWN_KEY, check_messages
+from lmdeploy.chat.messages import MAX_TOOL_CALLS, check_messages
 
 FUNCTION = {"name": "f", "arguments": {"x": "é"}}
 CALL = {"id": "a", "type": "function", "function": FUNCTION}
@@ -19,7 +19,7 @@ def test_check_messages_plain_messages_get_one_form() -> None:
     given = [
         {"role": "developer", "content": "Be kind.", "tool_calls": None},
         {"role": "user", "content": parts, "name": "Ann"},
-        {"role": "assistant", "content": "c", OUR_OWN_KEY: [1, 2]},
+        {"role": "assistant", "content": "c", "gen_tokens": [1, 2]},
     ]
     wanted = [
         {"role": "system", "content": "Be kind."},
@@ -41,23 +41,45 @@ def test_check_messages_tool_conversation_gets_one_form() -> None:
     assert check_messages(given, accept_tools=True) == [
         USER,
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "tool", "content": "7", "tool_call_id": "a"},
+        {"role": "tool", "content": "7", "tool_call_id": "a", "name": "f"},
         {"role": "assistant", "content": "7.", "reasoning_content": "so"},
     ]
-    for index, text in (
-        (1, "thinking is not supported"),
-        (2, "role is tool, but tool calls are not"),
-    ):
+    for index, text in ((1, "tool_calls needs"), (2, "role needs")):
         with pytest.raises(OptionError, match=rf"messages\[1\]\.{text}"):
             check_messages([USER, given[index]])
+
+
+def test_check_messages_results_answer_calls_in_order_or_by_id() -> None:
+    calls = [{**CALL, "id": i, "function": {**FUNCTION, "name": f"f_{i}"}} for i in "abc"]
+    system = {"role": "system", "content": "Be kind."}
+    results: list[dict[str, Any]] = [{"role": "tool", "content": ""} for _ in range(3)]
+    results[0]["tool_call_id"] = "b"
+    given = [USER, {"role": "assistant", "tool_calls": calls}, results[0], system, *results[1:]]
+    checked = check_messages(given, accept_tools=True)
+    answered = [(m["tool_call_id"], m["name"]) for m in checked if m["role"] == "tool"]
+    assert answered == [("b", "f_b"), ("a", "f_a"), ("c", "f_c")]
+
+
+def test_check_messages_result_without_its_call_is_rejected() -> None:
+    result = {"role": "tool", "tool_call_id": "z", "content": "7"}
+    with pytest.raises(OptionError, match=r"messages\[1\]\.role is tool, but no assistant"):
+        check_messages([USER, result], accept_tools=True)
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    with pytest.raises(OptionError, match=r"messages\[2\]\.tool_call_id is 'z'"):
+        check_messages([USER, called, result], accept_tools=True)
+
+
+def test_check_messages_unknown_keys_are_left_out() -> None:
+    given = {**USER, "cache_control": {"type": "ephemeral"}, "tool_call_id": "a"}
+    assert check_messages([given]) == [USER]
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
         ({"role": "user", "content": "", "name": 3}, "name"),
-        ({"role": "user", "content": "", "extra": 3}, "extra"),
-        ({"role": "user", "content": "", "tool_call_id": "a"}, "tool_call_id"),
+        ({"role": "user", "content": "", "tool_calls": [CALL]}, "tool_calls"),
+        ({"role": "assistant", "content": "", "function_call": {}}, "function_call"),
         ({"role": "user", "content": [{"type": "text"}]}, "content.text"),
         ({"role": "assistant", "content": "", "reasoning_content": []}, "reasoning_content"),
         ({"role": "assistant", "tool_calls": [CALL] * (MAX_TOOL_CALLS + 1)}, "tool_calls"),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.base.checks import refuse
 from lmdeploy.chat.formats.base import (
     AnswerStart,
     ChatFormat,
@@ -14,15 +13,15 @@ from lmdeploy.chat.formats.base import (
     Parser,
     ReasoningParser,
     RenderedPrompt,
-    Tool,
     ToolCallParser,
 )
-from lmdeploy.chat.formats.harmony.conversation import read_options
 from lmdeploy.chat.formats.harmony.parser import HarmonyDecoder
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+from lmdeploy.chat.grammar import AnswerGrammar, arguments_grammar
+from lmdeploy.chat.tool_calls import Tool, ToolUse, tool_name
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
 _NAME = "gpt-oss"  # as in LMDeploy
@@ -54,33 +53,35 @@ class HarmonyFormat:
     tokenizer: Tokenizer
     tokens: HarmonyTokens
     name: str = _NAME
+    parser_names: tuple[str, str] = (_NAME, _NAME)
     splits_answers: bool = True
     accepts_tools: bool = True
 
-    def check_options(self, options: dict[str, Any], *, tool_choice: Any) -> dict[str, Any]:
-        """Check tools, reasoning effort and built-in tools."""
-        if tool_choice not in (None, "none", "auto"):
-            raise refuse("tool_choice", tool_choice, wanted="none or auto")
-        options = read_options(options)
-        if tool_choice == "none":
-            options.pop("tools", None)
-        return options
-
     def render(
-        self, template: PromptTemplate, messages: Any, *, options: dict[str, Any]
+        self,
+        template: PromptTemplate,
+        messages: Any,
+        *,
+        tools: Sequence[Tool],
+        options: dict[str, Any],
     ) -> RenderedPrompt:
         """Render by the template. The assistant always begins another message."""
         from lmdeploy.chat.formats.harmony.rendering import render_prompt
 
-        return RenderedPrompt(render_prompt(template, messages, options=options))
-
-    def tool_grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
-        """Return None: the model is trained to write calls that parse."""
-        return None
+        return RenderedPrompt(render_prompt(template, messages, tools=tools, options=options))
 
     def constrained_prefix(self) -> list[int]:
         """Return the tokens that open the channel `final`."""
         return self.tokens.begin_final(self.tokenizer)
+
+    def grammar(self, start: AnswerStart, response: dict[str, Any] | None) -> str | None:
+        """Return the grammar of the response, or of messages with calls that fit their schemas."""
+        grammar = AnswerGrammar(self.tokenizer)
+        if response is not None:
+            return grammar.text(grammar.embed(response))
+        if start.tool_use is None or not start.tool_use.is_constrained:
+            return None
+        return grammar.text(_call_messages(start.tool_use, grammar))
 
     def decoder(
         self, start: AnswerStart, *, skip_special: bool, constrained: bool
@@ -95,6 +96,30 @@ class HarmonyFormat:
     def with_tools(self, parser: ToolCallParser) -> ChatFormat:
         """Raise ValueError: Harmony has a tool-call part."""
         raise _excluded(parser.names[0])
+
+
+def _call_messages(tool_use: ToolUse, grammar: AnswerGrammar) -> str:
+    """Return the expression of messages that end with a call.
+
+    A message without a recipient may come before it. Without a required call, one may also be last.
+    """
+
+    def message(channels: str) -> str:
+        channel, body = grammar.mark("<|channel|>"), grammar.mark("<|message|>")
+        return f"{channel} {channels} {body} {grammar.free_text()}"
+
+    calls = " | ".join(
+        f"{grammar.literal(f' to=functions.{tool_name(tool)} ')} "
+        f"{grammar.mark('<|constrain|>json<|message|>')} {grammar.embed(arguments_grammar(tool))}"
+        for tool in tool_use.callable
+    )
+    call = grammar.rule(f"{grammar.mark('<|channel|>commentary')} ({calls})")
+    again = grammar.mark("<|end|><|start|>assistant")
+    if tool_use.is_required:
+        thoughts = message('("analysis" | "commentary")')
+        return f"({thoughts} {again}){{0,2}} {call}"
+    thoughts = message('("analysis" | "commentary" | "final")')
+    return f"({thoughts} {again})* ({thoughts} | {call})"
 
 
 def _excluded(name: str) -> ValueError:

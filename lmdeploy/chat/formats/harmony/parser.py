@@ -13,7 +13,6 @@ Pure and synchronous; one object per answer. Any sequence of tokens is accepted:
 from __future__ import annotations
 
 import codecs
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from lmdeploy.chat.formats.base import Delta
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, SpecialTokens
-from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls
+from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls, new_call_id
 
 # Longer text before the first <|message|> is content and not a header.
 _MAX_PLAIN_HEADER_BYTES = 256
@@ -174,7 +173,7 @@ class HarmonyParser:
         self._owes_break = kind in self._written
         if kind is not Kind.TOOL_CALL:
             return Delta()
-        self._call_id = f"chatcmpl-tool-{uuid.uuid4().hex}"
+        self._call_id = new_call_id()
         self._num_calls += 1
         return Delta(tool_calls=[self._call_part(name=name)])
 
@@ -227,6 +226,8 @@ class HarmonyDecoder:
         self._parser = HarmonyParser(tokenizer, tokens, in_final=in_final)
         self._vocab_size = tokenizer.vocab_size
         self._aside = Delta()
+        self.splits = True
+        self.num_broken_calls = 0  # all text of a call is its arguments
 
     @property
     def num_tool_calls(self) -> int:

@@ -20,12 +20,14 @@ from lmdeploy.chat.formats.harmony.conversation import (
     HarmonyMessage,
     read_conversation,
     read_options,
+    read_tools,
 )
 from lmdeploy.chat.jinja_template import PreRenderedJson
 from lmdeploy.chat.tokenizer import without_surrogates
+from lmdeploy.chat.tool_calls import Tool
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.prompt_template import PromptTemplate
 
 _SPECIAL = re.compile(r"<(?=\|\w+\|>)")
 _ANALYSIS = "<|channel|>analysis<|message|>"
@@ -35,7 +37,11 @@ _BROWSER = "browser."  # the namespace of a built-in tool
 
 
 def render_prompt(
-    template: PromptTemplate, messages: Any, *, options: Mapping[str, Any]
+    template: PromptTemplate,
+    messages: Any,
+    *,
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any],
 ) -> list[str]:
     """Return the prompt as texts. Tokenize them one by one and join the ids.
 
@@ -43,12 +49,15 @@ def render_prompt(
         template: the template of the checkpoint or of --chat-template.
         messages: the messages of a request. Roles are system, developer, user, assistant (with
             `reasoning_content` or `thinking`, and `tool_calls`) and tool.
-        options: variables of the template. `tools`, `reasoning_effort` (low, medium, high) and
-            `builtin_tools` (browser, python) are checked.
+        tools: checked tools.
+        options: variables of the template. `reasoning_effort` and `builtin_tools` (browser, python)
+            are checked.
 
     Raise ValueError for a wrong field, or if the template rejects the messages.
     """
     turns, variables = read_conversation(messages), read_options(dict(options))
+    if tools:
+        variables["tools"] = read_tools(tools)
     guard = secrets.token_hex(16)
     try:
         turns = [_guard_turn(turn, guard) for turn in turns]

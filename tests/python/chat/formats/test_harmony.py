@@ -106,7 +106,7 @@ def test_parse_answer_calls_have_consecutive_indices_and_unique_ids() -> None:
     calls = parse_answer(BYTES, BYTES.encode(call * 3)).tool_calls
     assert [call.index for call in calls] == [0, 1, 2]
     assert len({call.id for call in calls}) == 3
-    assert all(call.id.startswith("chatcmpl-tool-") for call in calls)
+    assert all(call.id.startswith("call_") for call in calls)
 
 
 MESSAGES = st.lists(
@@ -359,7 +359,7 @@ def test_pipeline_grammar_constrains_final_channel(ask: Asker) -> None:
     tokenizer = ask.pipe.engine.loaded.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmdeploy.chat.grammar.Grammars.token_mask", lambda *_: None)
+        patch.setattr("lmdeploy.chat.grammar.Grammars.token_mask", lambda *_, **__: None)
         json_object = GenerationConfig(response_format={"type": "json_object"})
         whole = join_pieces(ask('{"a": 1}<|return|>', json_object))
         assert (whole.text, whole.finish_reason) == ('{"a": 1}', "stop")

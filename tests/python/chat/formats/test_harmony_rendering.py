@@ -241,7 +241,7 @@ BAD_TOOLS: list[tuple[Any, str]] = [
     ([{"type": "web_search"}], "tools[0].type is 'web_search'"),
     ([{"type": "function"}], "tools[0].function is None"),
     (function(name="a b"), "tools[0].function.name is 'a b'"),
-    (function(name="x" * 65), "tools[0].function.name is 'xxx"),
+    (function(name="x" * 129), "tools[0].function.name is 'xxx"),
     (function(name=None), "tools[0].function.name is None"),
     (function(description=5), "tools[0].function.description is 5"),
     (function(parameters=[]), "tools[0].function.parameters is []"),
@@ -258,12 +258,21 @@ def test_check_tools_malformed_tool_names_the_field(tools: Any, text: str) -> No
 
 def test_read_options_rejects_invalid_values() -> None:
     for effort in ("extreme", "", "HIGH", 5, ["low"]):
-        with pytest.raises(ValueError, match=r"reasoning_effort is .*must be low, medium or high"):
+        with pytest.raises(
+            ValueError,
+            match=r"reasoning_effort is .*must be one of none, minimal",
+        ):
             read_options({"reasoning_effort": effort})
     for builtin in ("browser", ["shell"], [[]]):
         with pytest.raises(ValueError, match="builtin_tools is"):
             read_options({"builtin_tools": builtin})
-    assert read_options({"reasoning_effort": None, "tools": [], "x": 1}) == {"x": 1}
+    assert read_options({"reasoning_effort": None, "x": 1}) == {"x": 1}
+
+
+def test_read_options_unknown_efforts_become_the_nearest() -> None:
+    efforts = ("none", "minimal", "low", "medium", "high", "xhigh")
+    found = [read_options({"reasoning_effort": effort})["reasoning_effort"] for effort in efforts]
+    assert found == ["low", "low", "low", "medium", "high", "high"]
 
 
 @pytest.mark.parametrize(

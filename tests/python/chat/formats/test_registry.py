@@ -6,7 +6,6 @@ This file adds a reasoning parser and a tool-call parser and serves answers with
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -21,11 +20,11 @@ from lmdeploy.chat.formats.base import (
     ModelInfo,
     ReasoningParser,
     Splitter,
-    Tool,
     ToolCallParser,
 )
+from lmdeploy.chat.grammar import AnswerGrammar
 from lmdeploy.chat.stop_words import StopMatcher
-from lmdeploy.chat.tool_calls import FunctionCall, ToolCall
+from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, ToolUse
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ANSWER = 'Well.</think>I add.<call>add {"a": 1}</call>'
@@ -63,6 +62,13 @@ class Think(ReasoningParser):
     def matches(self, model: ModelInfo) -> bool:
         return model.model_type == "thinker"
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ("</think>",)
+
+    def grammar(self, start: AnswerStart, grammar: AnswerGrammar) -> str:
+        return grammar.until("</think>")
+
     def splitter(self, start: AnswerStart) -> Splitter:
         return ThinkSplitter(is_open=start.prompt_end.endswith("<assistant>"))
 
@@ -96,17 +102,21 @@ class Calls(ToolCallParser):
     def matches(self, model: ModelInfo) -> bool:
         return "<call>" in model.template
 
-    def splitter(self) -> Splitter:
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ("<call>", "</call>")
+
+    def splitter(self, tool_use: ToolUse) -> Splitter:
         return CallSplitter()
 
-    def grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
-        return 'start: "<call>add {}</call>"' if tool_choice == "required" else None
+    def grammar(self, tool_use: ToolUse, grammar: AnswerGrammar) -> str:
+        return grammar.literal("<call>add {}</call>")
 
 
 @pytest.fixture(autouse=True)
 def parsers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "REASONING_PARSERS", (*registry.REASONING_PARSERS, Think()))
-    monkeypatch.setattr(registry, "TOOL_CALL_PARSERS", (*registry.TOOL_CALL_PARSERS, Calls()))
+    monkeypatch.setattr(registry, "REASONING_PARSERS", (Think(), *registry.REASONING_PARSERS))
+    monkeypatch.setattr(registry, "TOOL_CALL_PARSERS", (Calls(), *registry.TOOL_CALL_PARSERS))
 
 
 def choose(model: ModelInfo, **flags: str) -> str:
@@ -126,7 +136,7 @@ def test_choose_format_rejects_unknown_names_and_excluded_parsers() -> None:
     from fake_engine import HarmonyTokenizer
 
     model = ModelInfo("llama", HarmonyTokenizer())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no parser 'x', only gpt-oss, think.*--reasoning-parser"):
+    with pytest.raises(ValueError, match=r"no parser 'x', only think, .*none.*--reasoning-parser"):
         choose(model, reasoning_parser="x")
     with pytest.raises(ValueError, match=r"gpt-oss cannot be combined.*calls.*--tool-call-parser"):
         choose(model, reasoning_parser="gpt-oss", tool_call_parser="calls")
@@ -167,7 +177,7 @@ def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
     engine = make_engine(lambda _: ANSWER)
     model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
     engine.loaded.chat_format = registry.choose_format(model)
-    grammars = type("Grammars", (), {"token_mask": lambda _, wanted: masks.append(wanted)})
+    grammars = type("Grammars", (), {"token_mask": lambda _, text, field: masks.append(text)})
     engine.new_grammars = grammars  # type: ignore[method-assign,assignment]
     with serving(engine) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -178,7 +188,8 @@ def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
                 tools=TOOLS,  # type: ignore[arg-type]
                 tool_choice=choice,  # type: ignore[arg-type]
             )
-    assert masks == ['start: "<call>add {}</call>"']
+    (text,) = masks
+    assert json.loads(text)["grammars"][0]["lark_grammar"] == 'start:  "<call>add {}</call>"'
 
 
 def test_server_tool_grammar_with_response_format_is_rejected() -> None:

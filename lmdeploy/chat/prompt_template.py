@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,17 @@ class PromptTemplate:
         self._texts = texts or {}
         self.stop_words = list(stop_words or [])
         self.source = template.source
+        self._begins_answer: bool | None = None
+
+    def ending(self, *, begins_answer: bool) -> PromptTemplate:
+        """Return a template that never continues an answer at the end.
+
+        `begins_answer` begins another answer after the messages. Otherwise the prompt ends with
+        the last message.
+        """
+        template = copy.copy(self)
+        template._begins_answer = begins_answer
+        return template
 
     def render(
         self,
@@ -75,8 +87,11 @@ class PromptTemplate:
         if self._meta_instruction and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
         variables = {**options, "texts": self._texts}
-        if not (continues and is_continued(messages)):
-            return self._template.render(messages, variables=variables)
+        begins_answer = self._begins_answer
+        if begins_answer is not None or not (continues and is_continued(messages)):
+            return self._template.render(
+                messages, add_generation_prompt=begins_answer is not False, variables=variables
+            )
         mark = secrets.token_hex(16)  # random, so that no message contains it
         last = {**messages[-1], "content": messages[-1]["content"] + mark}
         text = self._template.render(

@@ -9,8 +9,7 @@ from fake_engine import EOS, FakeTextStream
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmdeploy.chat.detokenize import AnswerText, SpecialTokenStopFilter
-from lmdeploy.chat.stop_words import StopMatcher
+from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter, StopMatcher
 
 
 class Pieces:
@@ -242,6 +241,23 @@ class LatePieces(Pieces):
 
     def finish(self):
         return self.late
+
+
+@pytest.mark.parametrize("shown", [Pieces, LatePieces])
+def test_special_token_stop_filter_ignores_stop_words_after_the_first_one(shown):
+    gate = AnswerText(Pieces(WHOLE), ["a", "<S>b"], include_stop=True)
+    answer = SpecialTokenStopFilter(shown(SHOWN), ["a"], gate=gate, include_stop=True)
+    for token in (4, 3):  # <S>, ba
+        answer.push(token)
+    assert answer.stopped and answer.take() == ("b", 2)
+
+
+def test_special_token_stop_filter_cut_in_a_dropped_token_keeps_the_text_before():
+    gate = AnswerText(Pieces(WHOLE), ["b<"], include_stop=True)
+    answer = SpecialTokenStopFilter(Pieces(SHOWN), gate=gate, include_stop=True)
+    answer.push(2)  # ab
+    answer.finish([4])
+    assert answer.stopped and answer.take() == ("ab", 1)
 
 
 @pytest.mark.parametrize("shown", [Pieces, LatePieces])

@@ -1,0 +1,1 @@
+"""Tokenizing with bounds on time and memory, for files whose settings are not known to be fast."""
