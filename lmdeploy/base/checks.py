@@ -48,6 +48,21 @@ class OptionError(ValueError):
         return OptionError(field, self.reason)
 
 
+class ContextLengthError(OptionError):
+    """A prompt that is longer than the context.
+
+    `limit` is the largest prompt plus answer in tokens.
+    """
+
+    def __init__(self, field: str, reason: str, *, limit: int) -> None:
+        super().__init__(field, reason)
+        self.limit = limit
+
+    def renamed(self, field: str) -> ContextLengthError:
+        """Return the same error for a field that the user knows by another name."""
+        return ContextLengthError(field, self.reason, limit=self.limit)
+
+
 def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> OptionError:
     """Return the error for a bad value. `wanted` completes the sentence "It must be …"."""
     return OptionError(name, f"is {show(value)}. It must be {wanted}{_advice(flag)}.")

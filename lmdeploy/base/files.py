@@ -9,12 +9,15 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.errors import ModelFormatError
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import MappedFile
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -88,8 +91,23 @@ def map_file(path: Path) -> Bytes:
     with open_regular_file(path) as (descriptor, size):
         if size == 0:
             raise ModelFormatError(f"{path}: The file is empty.")
-        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapped, dtype=np.uint8)
+        return np.frombuffer(map_descriptor(descriptor, size, path=path), dtype=np.uint8)
+
+
+class _ProtectedMap(mmap.mmap):
+    """A mapping whose readers get zeros if the file is truncated, instead of SIGBUS."""
+
+    # Python destroys the attribute before it unmaps the memory.
+    protection: MappedFile
+
+
+def map_descriptor(descriptor: int, size: int, *, path: Path) -> mmap.mmap:
+    """Map a file of at least `size` bytes. `check_mapped_file` tells whether it was truncated."""
+    from lmdeploy._turbomind import MappedFile
+
+    mapped = _ProtectedMap(descriptor, size, access=mmap.ACCESS_READ)
+    mapped.protection = MappedFile(mapped, str(path))
+    return mapped
 
 
 def release_pages(raw: Bytes) -> None:

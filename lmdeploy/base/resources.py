@@ -40,15 +40,15 @@ def _quota(text: str) -> float | None:
 
 
 def _memory_left(folder: str, limit: str, *, used: str, prefix: str) -> int | None:
-    max_value = read_kernel(f"{folder}/{limit}").strip()
-    taken = read_kernel(f"{folder}/{used}").strip()
-    if not max_value.isdigit() or not taken.isdigit():
+    max_bytes = read_kernel(f"{folder}/{limit}").strip()
+    used_bytes = read_kernel(f"{folder}/{used}").strip()
+    if not max_bytes.isdigit() or not used_bytes.isdigit():
         return None
     # The kernel can reclaim cached pages of files, recently used ones too.
     names = (f"{prefix}inactive_file ", f"{prefix}active_file ")
     lines = read_kernel(f"{folder}/memory.stat").splitlines()
     cached = sum(int(line.split()[1]) for line in lines if line.startswith(names))
-    return max(int(max_value) - int(taken) + cached, 0)
+    return max(int(max_bytes) - int(used_bytes) + cached, 0)
 
 
 def _folders(controller: str) -> list[str]:

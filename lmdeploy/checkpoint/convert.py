@@ -19,7 +19,7 @@ from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 
 # Raise it when the output of a converter changes: the weight cache then packs every model again.
-# tests/python/checkpoint/test_weight_cache.py fails until it is raised.
+# tests/python/checkpoint/test_convert.py fails until it is raised.
 WEIGHT_CACHE_VERSION = 2
 # The engine computes these formats as stored. Formats in REPACKED and _ROUNDED keep about as many
 # bits as in the file, and the others become BF16. With `exact`, all but _RAW_FORMATS become F32.

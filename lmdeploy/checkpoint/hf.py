@@ -1,6 +1,10 @@
 """Open a Hugging Face folder (config.json and safetensors files) as a Checkpoint."""
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
@@ -23,6 +27,8 @@ from lmdeploy.models.experts import MAX_WIDTH
 from lmdeploy.models.family import ModelFamily
 from lmdeploy.models.rope import rope_from_hf
 
+logger = logging.getLogger("lmdeploy")
+
 _MAX_CONFIG_BYTES = 16 << 20
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 # Methods that may leave the weights unquantized.
@@ -43,10 +49,27 @@ def method_of(folder: Path) -> str | None:
     return method if isinstance(method, str) and method in METHODS else None
 
 
-def open_folder(folder: Path) -> Checkpoint:
-    """Open the folder. Raise ModelFormatError for anything that is not supported."""
-    source = str(folder / "config.json")
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of config.json with `overrides`, which are merged into its objects."""
+    result = dict(values)
+    for key, value in overrides.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merged(old, value)
+        result[key] = value
+    return result
+
+
+def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Checkpoint:
+    """Open the folder. `overrides` replace values of config.json.
+
+    Raise ModelFormatError for anything that is not supported.
+    """
+    source = str(folder / "config.json") + (" with hf_overrides" if overrides else "")
     values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    for key in overrides.keys() - values.keys():
+        logger.warning("%s: hf_overrides set %r, which config.json does not have.", folder, key)
+    values = merged(values, overrides)
     reader = ConfigReader(values, source)
     architectures = reader.texts("architectures")
     if not architectures:

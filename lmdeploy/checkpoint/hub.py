@@ -18,11 +18,36 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(
+    model: str, *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
     """Return the folder or .gguf file of `model`, and download it if `model` is a hub id.
 
-    An existing path has priority over a hub id. Raise ModelFormatError if nothing is found.
+    An existing path has priority over a hub id. `revision` and `download_dir` belong to hub ids.
+    Raise ModelFormatError if nothing is found, or for a `revision` of another model.
     """
+    path = _existing(model)
+    if path is None and model != EMBEDDED_MODEL and _is_hub_id(model):
+        return _download(model, revision=revision, download_dir=download_dir)
+    if path is None and model != EMBEDDED_MODEL:
+        raise ModelFormatError(
+            f"model is {model[:120]!r}, which does not exist. It must be {EMBEDDED_MODEL}, a path, "
+            "or a hub id such as owner/name."
+        )
+    if revision is not None:
+        raise ModelFormatError(
+            f"revision is {revision[:80]!r}, but {model[:120]!r} is not a hub id. Remove "
+            "--revision."
+        )
+    return _embedded() if path is None else path
+
+
+def _is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+
+
+def _existing(model: str) -> Path | None:
+    """Return the folder or .gguf file at a path, or None if nothing exists there."""
     if not model or "\0" in model:
         raise ModelFormatError(f"model is {model!r}. It must be a name, a path or a hub id.")
     try:
@@ -35,14 +60,7 @@ def resolve_model(model: str) -> Path:
         raise ModelFormatError(str(error)) from error
     except OSError as error:
         raise ModelFormatError(f"model {model[:120]!r}: {error.strerror}") from error
-    if model == EMBEDDED_MODEL:
-        return _embedded()
-    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _download(model)
-    raise ModelFormatError(
-        f"model is {model[:120]!r}, which does not exist. It must be {EMBEDDED_MODEL}, a path, or "
-        "a hub id such as owner/name."
-    )
+    return None
 
 
 def _folder(path: Path) -> Path:
@@ -76,7 +94,7 @@ def _embedded() -> Path:
     )
 
 
-def _download(model: str) -> Path:
+def _download(model: str, *, revision: str | None, download_dir: str | None) -> Path:
     """Download the files from the hub, unless they are in its cache, and return their folder."""
     for name in _OTHER_HUBS:
         if os.environ.get(name, "").lower() == "true":
@@ -88,7 +106,13 @@ def _download(model: str) -> Path:
 
     try:
         folder = Path(
-            snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=_HUB_PATTERNS,
+                ignore_patterns=_HUB_IGNORED,
+            )
         )
     except Exception as error:  # the library raises a dozen types, including those of httpx
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

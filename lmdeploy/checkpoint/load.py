@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from lmdeploy.base.files import prefetch_pages, release_pages
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.files import Bytes, prefetch_pages, release_pages
 from lmdeploy.checkpoint.convert import (
     MAPPED_FORMATS,
     engine_bytes,
@@ -95,6 +96,7 @@ def load_through_cache(
         builder.add_packed(name, shape.format, data, shape.rows, shape.cols, in_place=in_place)
         if not in_place:
             release_pages(data)
+    _check_files(cached.matrices.values())
     rest = [planned for planned in checkpoint.tensors if planned.name not in cached.matrices]
     _add_all(builder, rest, exact=False, copied=False, progress="")
     total = sum(shape.num_bytes for shape in entry.shapes.values())
@@ -127,15 +129,38 @@ def _add_all(
     progress: str,
 ) -> None:
     # `progress` is the title of the progress bar. If it is empty, tqdm is not even imported.
-    if not progress:
+    if progress:
+        _add_with_bar(builder, tensors, exact=exact, copied=copied, title=progress)
+    else:
         for converted in _convert_all(tensors, exact=exact):
             _add(builder, converted, copied=copied)
-        return
+    _check_files(part for planned in tensors for part in planned.tensor.parts)
+
+
+def _check_files(mapped: Iterable[Bytes]) -> None:
+    """Raise ModelFormatError if a file was truncated while it was read."""
+    from lmdeploy._turbomind import check_mapped_file
+
+    try:
+        for data in mapped:
+            check_mapped_file(data)
+    except RuntimeError as error:
+        raise ModelFormatError(str(error)) from error
+
+
+def _add_with_bar(
+    builder: WeightsBuilder,
+    tensors: Sequence[PlannedTensor],
+    *,
+    exact: bool,
+    copied: bool,
+    title: str,
+) -> None:
     from tqdm import tqdm
 
     bar = tqdm(
         total=sum(planned.tensor.num_bytes for planned in tensors),
-        desc=progress,
+        desc=title,
         unit="B",
         unit_scale=True,
     )

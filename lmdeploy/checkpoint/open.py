@@ -4,7 +4,9 @@ This does not read the weights. It looks up tensors and compares their shapes wi
 that a bad checkpoint fails before memory is allocated.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.gguf import open_gguf
@@ -14,12 +16,20 @@ from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
 __all__ = ["Checkpoint", "PlannedTensor", "open_checkpoint"]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder or a .gguf file. Raise ModelFormatError for anything that is not supported."""
+def open_checkpoint(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a folder or a .gguf file. `overrides` replace values of config.json.
+
+    Raise ModelFormatError for anything that is not supported.
+    """
+    if path.is_file() and overrides:
+        raise ModelFormatError(
+            f"{path}: hf_overrides need a config.json, which a GGUF file does not have. Remove "
+            "--hf-overrides."
+        )
     if path.is_file():
         return open_gguf(path)
     if (path / "config.json").is_file():
-        return open_folder(path)
+        return open_folder(path, overrides or {})
     raise ModelFormatError(
         f"{path}: The folder has no config.json. Give a Hugging Face model folder or a .gguf file."
     )

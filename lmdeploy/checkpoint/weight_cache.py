@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.base.files import Bytes
+from lmdeploy.base.files import Bytes, map_descriptor
 from lmdeploy.checkpoint.convert import WEIGHT_CACHE_VERSION
 from lmdeploy.checkpoint.fingerprint import FileIdentities, hash_checkpoint, identify_files
 from lmdeploy.checkpoint.open import Checkpoint
@@ -281,7 +281,7 @@ def _map(path: Path) -> mmap.mmap:
             raise WeightCacheError("The path must be a file that only this user can change.")
         if status.st_size == 0:
             raise WeightCacheError("The file is empty.")
-        return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        return map_descriptor(fd, status.st_size, path=path)
     finally:
         os.close(fd)
 

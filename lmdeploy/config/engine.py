@@ -20,7 +20,7 @@ from lmdeploy.base.checks import (
     refuse_unsupported,
     show,
 )
-from lmdeploy.config.kv_formats import (
+from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     FormatPair,
     FormatTable,
@@ -31,8 +31,8 @@ from lmdeploy.config.unsupported import ENGINE, unsupported_fields
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
 # The 16-bit window consists of whole attention tiles.
-HOT_TOKENS_STEP = 64
-MAX_HOT_TOKENS = 4096
+WINDOW16_TOKENS_STEP = 64
+MAX_WINDOW16_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICE_TYPES = ("auto", "cpu", "cuda")
 
@@ -56,9 +56,14 @@ class TurbomindEngineConfig:
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
+        rope_scaling_factor: replaces the model's RoPE by dynamic NTK scaling with this factor. 0
+            keeps the model's own.
+        download_dir: folder for downloads from the hub. None uses that of huggingface_hub.
+        revision: branch, tag or commit of a hub id. None uses the main branch.
         max_prefill_token_num: maximum number of new tokens in one step. None uses max_batch_size,
             but at least 256 on CPU (longer steps are no faster and take more memory) and 8192 on
             CUDA. A value below max_batch_size also limits the sequences in a step.
+        hf_overrides: values that replace those of config.json, as a dict. Objects are merged.
         enable_metrics: serve /metrics.
         device_type: auto (a GPU if one is usable), cpu or cuda.
         devices: the index of the GPU, as in [0]. Several GPUs are not supported.
@@ -146,6 +151,7 @@ class TurbomindEngineConfig:
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")
+        self._check_model_files()
         if self.max_batch_size is not None:
             check_int(
                 "max_batch_size", self.max_batch_size, low=1, high=4096, flag="--max-batch-size"
@@ -183,6 +189,21 @@ class TurbomindEngineConfig:
         if self.exact and self.needs_cuda:
             reason = "is not supported on CUDA. Remove --exact or use --device cpu."
             raise OptionError("exact", reason)
+
+    def _check_model_files(self) -> None:
+        for name in ("revision", "download_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise refuse(name, value, wanted="a non-empty string", flag=flag_of(name))
+        flag = "--rope-scaling-factor"
+        factor = self.rope_scaling_factor
+        check_number("rope_scaling_factor", factor, wanted=(0.0, 1e6), flag=flag)
+        overrides = self.hf_overrides
+        if overrides is not None and (
+            not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides)
+        ):
+            wanted = "a JSON object with values of config.json"
+            raise refuse("hf_overrides", overrides, wanted=wanted, flag="--hf-overrides")
 
     @property
     def needs_cuda(self) -> bool:
@@ -236,10 +257,10 @@ class TurbomindEngineConfig:
             is_int = isinstance(value, int) and not isinstance(value, bool)
             if not is_int or not (
                 value == min_value
-                or (0 <= value <= MAX_HOT_TOKENS and value % HOT_TOKENS_STEP == 0)
+                or (0 <= value <= MAX_WINDOW16_TOKENS and value % WINDOW16_TOKENS_STEP == 0)
             ):
-                off = " or -1" if min_value < 0 else ""
-                wanted = f"a multiple of {HOT_TOKENS_STEP} from 0 to {MAX_HOT_TOKENS}{off}"
+                wanted = f"a multiple of {WINDOW16_TOKENS_STEP} from 0 to {MAX_WINDOW16_TOKENS}"
+                wanted += " or -1" if min_value < 0 else ""
                 raise refuse(name, value, wanted=wanted, flag=flag_of(name))
         if self.kv_recent_tokens == -1 and self.kv_sink_tokens:
             wanted = "0 because kv_recent_tokens -1 keeps no token in 16 bit"

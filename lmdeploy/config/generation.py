@@ -61,6 +61,10 @@ class GenerationConfig:
             ...}} or {"type": "regex_schema", "regex_schema": "..."}.
         output_logits: "generation" or "all", which includes the prompt. None returns no logits.
         include_stop_str_in_output: return the stop word too.
+        cache_salt: requests share cached prefixes only if their salts are equal. None is a salt of
+            its own.
+        priority: requests with a lower value are served earlier. An old request still gets its
+            share, whatever its priority.
 
     Raises:
         ValueError: a value is out of range or belongs to an unsupported feature.
@@ -102,11 +106,18 @@ class GenerationConfig:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(GENERATION))
         check_int("n", self.n, low=1, high=MAX_N)
         check_int("max_new_tokens", self.max_new_tokens, low=0)
+        if self.cache_salt is not None and (
+            not isinstance(self.cache_salt, str) or not self.cache_salt
+        ):
+            raise refuse("cache_salt", self.cache_salt, wanted="a string that is not empty")
+        check_int("priority", self.priority, low=-(2**31), high=2**31 - 1)
         if self.min_new_tokens is not None:
             check_int("min_new_tokens", self.min_new_tokens, low=0)
         self._check_sampling()

@@ -81,7 +81,7 @@ def log_softmax(logits: Floats) -> Doubles:
 def read_text(path: Path, *, flag: str = "--text") -> str:
     """Read a UTF-8 text file. `flag` is the flag that errors name.
 
-    Raises ValueError if the file does not exist or is not UTF-8.
+    Raise ValueError if the file does not exist or is not UTF-8.
     """
     if not path.exists() or path.is_dir():
         raise refuse("text", str(path), wanted="an existing file", flag=flag)
@@ -118,7 +118,7 @@ def cache_variants(
     """Return the engine options of each combination of format and quality, by label.
 
     The label is `nvfp4` for the quality raw, `nvfp4/balanced` for balanced and so on. `none` occurs
-    once. Raises ValueError for an unknown format or quality, or for `best` without a calibration
+    once. Raise ValueError for an unknown format or quality, or for `best` without a calibration
     file.
     """
     variants: dict[str, TurbomindEngineConfig] = {}

@@ -47,7 +47,7 @@ class OpenModel:
     def configure(self, config: TurbomindEngineConfig) -> Configure:
         """Check the cache options in `config` and return a function that applies them.
 
-        Raises ValueError if an option or the calibration file does not fit the model.
+        Raise ValueError if an option or the calibration file does not fit the model.
         """
         from lmdeploy import _turbomind
         from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options

@@ -15,7 +15,7 @@ from typing import Any
 
 from lmdeploy.base.checks import check_int, check_number, refuse
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.config.kv_formats import FormatPair, parse_pair
+from lmdeploy.config.kv_format_options import FormatPair, parse_pair
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.engine.plan import longest_position
 from lmdeploy.lite.divergence import cut_contexts, evaluate, read_text
@@ -90,7 +90,7 @@ class SearchResult:
 def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> SearchResult:
     """Run the search on a UTF-8 text file.
 
-    Raises ValueError if the budget is too small or the text, the model or an option is wrong.
+    Raise ValueError if the budget is too small or the text, the model or an option is wrong.
     """
     text = read_text(text_path)
     model = open_model(model_path, exact=options.exact)
@@ -240,10 +240,10 @@ def best_table(choices: Sequence[Sequence[Choice]], room: int) -> tuple[FormatPa
                 total, sum_kl = used + extra, kl + more
                 if total <= room and (total not in longer or sum_kl < longer[total][0]):
                     longer[total] = (sum_kl, (*table, pair))
-        ways, min_value = {}, float("inf")
+        ways, lowest_kl = {}, float("inf")
         for total in sorted(longer):
-            if longer[total][0] < min_value:
-                min_value = longer[total][0]
+            if longer[total][0] < lowest_kl:
+                lowest_kl = longer[total][0]
                 ways[total] = longer[total]
     return min(ways.values(), key=lambda way: way[0])[1]
 

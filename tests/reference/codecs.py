@@ -6,7 +6,7 @@ int4, the scale bytes for FP4, and empty otherwise.
 
 import numpy as np
 
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 from reference.floats import (
     E2M1_VALUES,
     E4M3_VALUES,

@@ -18,7 +18,7 @@ class OpenMethod(Protocol):
         """Return the tensors of `file` with whole matrices.
 
         `quantization` is the folder's `quantization_config`, and `source` names the folder in
-        errors. Raises ModelFormatError for a variant of the method that is not supported.
+        errors. Raise ModelFormatError for a variant of the method that is not supported.
         """
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lmdeploy.base.checks import check_int, refuse
-from lmdeploy.config.kv_formats import KV_QUALITIES, UNCALIBRATED_QUALITIES, reported_formats
+from lmdeploy.config.kv_format_options import KV_QUALITIES, UNCALIBRATED_QUALITIES, reported_formats
 from lmdeploy.lite.divergence import cut_contexts
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
 from lmdeploy.lite.report import costs

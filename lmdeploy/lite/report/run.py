@@ -37,7 +37,7 @@ def check_length(name: str, tokens: int, *, longest: int, max_tokens: int) -> No
 def choose_contexts(given: Sequence[int], *, longest: int) -> tuple[int, ...]:
     """Return `given`, or if it is empty the defaults up to the model's context length `longest`.
 
-    Raises ValueError if a given context is longer.
+    Raise ValueError if a given context is longer.
     """
     if not given:
         return tuple(c for c in DEFAULT_CONTEXTS if c <= longest) or (longest,)
@@ -129,7 +129,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of integers and drop repeated ones. Raises ValueError."""
+    """Parse a comma-separated list of integers and drop repeated ones. Raise ValueError."""
     parts: Sequence[str] = names(text)
     if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise ValueError(f"{flag} is {text!r}. It must be integers separated by commas.")

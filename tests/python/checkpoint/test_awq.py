@@ -152,14 +152,14 @@ def test_hash_model_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None
 
 
 def test_check_model_format_awq_accepts_awq_and_hf(qwen2: Path) -> None:
-    check_model_format(str(qwen2), "awq")
-    check_model_format(str(qwen2), "hf")
+    check_model_format(qwen2, "awq", model_path="m")
+    check_model_format(qwen2, "hf", model_path="m")
     with pytest.raises(ValueError, match=r"model_format is gguf\. It must be awq"):
-        check_model_format(str(qwen2), "gguf")
+        check_model_format(qwen2, "gguf", model_path="m")
     with pytest.raises(
-        ValueError, match=r"model_format is 'gptq'\. It must be one of hf, gguf, awq"
+        ValueError, match=r"model_format is 'nova'\. It must be one of hf, gguf, awq"
     ):
-        check_model_format(str(qwen2), "gptq")
+        check_model_format(qwen2, "nova", model_path="m")
 
 
 Change = Callable[[dict[str, np.ndarray]], None]

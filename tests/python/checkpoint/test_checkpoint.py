@@ -145,7 +145,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "version is 'gemv'"),
     ({"quantization_config": {"quant_method": "awq", "zero_point": False}}, "zero_point is false"),
     ({"quantization_config": {"quant_method": "awq", "group_size": 48}}, "group_size is 48"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'"),
+    ({"quantization_config": {"quant_method": "nova"}}, "quant_method is 'nova'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
     ({"is_causal": False}, "is_causal is false. It must be true"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5. It must be 1"),
@@ -383,26 +383,54 @@ def test_resolve_model_unusable_path_is_rejected(
 def test_resolve_model_hub_id_downloads_no_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    calls: list[tuple[str, list[str], list[str]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
 
-    def download(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        calls.append((model, allow_patterns, ignore_patterns))
+    def download(model: str, **options: Any) -> str:
+        calls.append((model, options))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ModelFormatError, match=r"owner/name has no config\.json.*\.gguf"):
         resolve_model("owner/name")
     (tmp_path / "config.json").write_text("{}")
-    assert resolve_model("owner/name") == tmp_path
-    wanted, ignored = ["*.json", "*.safetensors", "*.jinja"], ["*/*", "consolidated*.safetensors"]
-    assert calls == [("owner/name", wanted, ignored)] * 2
+    assert resolve_model("owner/name", revision="v2", download_dir="/d") == tmp_path
+    patterns = {
+        "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
+        "ignore_patterns": ["*/*", "consolidated*.safetensors"],
+    }
+    assert calls == [
+        ("owner/name", {**patterns, "revision": None, "cache_dir": None}),
+        ("owner/name", {**patterns, "revision": "v2", "cache_dir": "/d"}),
+    ]
 
-    def fail(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def fail(model: str, **options: Any) -> str:
         raise OSError("no network\nmore lines")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(ModelFormatError, match=r"owner/name.*hub failed: no network$"):
         resolve_model("owner/name")
+
+
+def test_resolve_model_revision_of_a_path_is_rejected(llama_folder: Path) -> None:
+    for model in (str(llama_folder), "smollm2"):
+        with pytest.raises(ModelFormatError, match=r"is not a hub id. Remove --revision\.$"):
+            resolve_model(model, revision="v2")
+    assert resolve_model(str(llama_folder), download_dir="/d") == llama_folder
+
+
+def test_open_checkpoint_overrides_replace_and_merge_values_of_the_config(
+    llama_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 5e5}, "no_such": 1}
+    config = open_checkpoint(llama_folder, overrides=overrides).config
+    assert (config.norm_eps, config.rope.theta, config.rope.kind) == (0.5, 5e5, "default")
+    assert "hf_overrides set 'no_such', which config.json does not have" in caplog.text
+    with pytest.raises(ModelFormatError, match=r"config.json with hf_overrides: .*rms_norm_eps is"):
+        open_checkpoint(llama_folder, overrides={"rms_norm_eps": "x"})
+    with pytest.raises(ModelFormatError, match=r"layers\.0.*num_attention_heads|shape"):
+        open_checkpoint(llama_folder, overrides={"num_attention_heads": 8})
+    with pytest.raises(ModelFormatError, match=r"hf_overrides need a config\.json"):
+        open_checkpoint(resolve_model("smollm2"), overrides={"rms_norm_eps": 0.5})
 
 
 @pytest.mark.parametrize("name", ["LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB"])

@@ -288,7 +288,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"] * 3 + ["mamba"]}, "layer_types contains 'mamba'"),
     ({"sliding_window": None}, "sliding_window is missing"),
     ({"architectures": ["MixtralForCausalLM"], "quantization_config": None}, "is missing"),
-    ({"architectures": ["LlamaForCausalLM"]}, "is 'mxfp4'. Use awq, F32"),
+    ({"architectures": ["LlamaForCausalLM"]}, "is 'mxfp4'. Use awq, .*F32"),
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_gguf import interleave, write_gguf
+from tiny_gguf import write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model
 
 from lmdeploy import ChatTemplateConfig, TurbomindEngineConfig, _turbomind
@@ -19,24 +19,17 @@ from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.checkpoint import gguf as gguf_checkpoint
 from lmdeploy.checkpoint.convert import (
     bf16_bits,
-    engine_bytes,
-    engine_format,
     matrix_for_engine,
     vector_for_engine,
 )
 from lmdeploy.checkpoint.files import gguf_file
 from lmdeploy.checkpoint.files.gguf_file import FORMATS, GgufFile, format_name
 from lmdeploy.checkpoint.files.tensor_file import (
-    BLOCK_FORMATS,
     SUPPORTED_FORMATS,
-    StoredTensor,
-    row_bytes,
 )
 from lmdeploy.checkpoint.gguf import _check_window_pattern
-from lmdeploy.checkpoint.gguf_blocks import values_to_q8_0
 from lmdeploy.checkpoint.load import LoadedWeights, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
-from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 from lmdeploy.engine import model_files
 from lmdeploy.engine.load import load_engine
 from lmdeploy.models.config_reader import ConfigReader
@@ -171,93 +164,6 @@ def test_matrix_for_engine_every_writable_format_gives_its_values(
         np.testing.assert_array_equal(values_of(planned[ours], exact=False), wanted)
 
 
-def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> StoredTensor:
-    """Return a tensor with random codes and with scales of a realistic size."""
-    random = np.random.default_rng(7)
-    values, size = BLOCK_FORMATS[weight_format]
-    blocks = random.integers(0, 256, (rows * cols // values, size), dtype=np.uint8)
-    one = {"Q5_0": 0, "IQ4_NL": 0, "IQ4_XS": 0, "Q3_K": 108, "Q6_K": 208}
-    two = 80 if weight_format == "Q2_K" else 0
-    places = (one[weight_format],) if weight_format in one else (two, two + 2)
-    for place in places:
-        scales = random.uniform(1e-5, 1e-3, len(blocks)).astype("<f2")
-        blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return StoredTensor("x", weight_format, (rows, cols), blocks.reshape(-1))
-
-
-def engine_values(tensor: StoredTensor, *, exact: bool = False) -> tuple[str, np.ndarray]:
-    """Return the engine's format and the values that it computes with."""
-    import gguf
-
-    kind, data = matrix_for_engine(tensor, exact=exact)
-    if kind == "f32":
-        return kind, data
-    return kind, gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.upper()])
-
-
-@pytest.mark.parametrize(("weight_format", "wanted_kind"), [("Q4_K", "q4_1"), ("IQ4_XS", "q8_0")])
-def test_matrix_for_engine_q4_k_and_iq4_xs_are_more_precise_than_bf16(
-    weight_format: str, wanted_kind: str
-) -> None:
-    tensor = block_tensor(weight_format)
-    _, wanted = engine_values(tensor, exact=True)
-    kind, got = engine_values(tensor)
-    assert kind == wanted_kind
-    in_bf16 = (bf16_bits(wanted).astype(np.uint32) << 16).view(np.float32)
-    error, bf16_error = (np.square(x - wanted).mean() for x in (got, in_bf16))
-    assert 0 < error < bf16_error / 16
-
-
-@pytest.mark.parametrize("weight_format", ["Q5_0", "IQ4_NL"])
-def test_matrix_for_engine_formats_within_q8_0_are_exact(weight_format: str) -> None:
-    tensor = block_tensor(weight_format)
-    kind, got = engine_values(tensor)
-    assert kind == "q8_0"
-    np.testing.assert_array_equal(got, engine_values(tensor, exact=True)[1])
-
-
-@pytest.mark.parametrize("weight_format", ["Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K"])
-def test_matrix_for_engine_wider_formats_are_rounded_to_q8_0(weight_format: str) -> None:
-    tensor = block_tensor(weight_format)
-    _, wanted = engine_values(tensor, exact=True)
-    kind, got = engine_values(tensor)
-    assert kind == "q8_0"
-    largest = np.abs(wanted).reshape(-1, 32).max(axis=1, keepdims=True)
-    step = largest / 127 * (1 + 2**-10) + 2**-24  # FP16 has 11 bits; the smallest number is 2^-24
-    assert (np.abs(got - wanted).reshape(-1, 32) <= step / 2 * (1 + 1e-5)).all()
-
-
-def test_values_to_q8_0_zero_and_nonfinite_blocks_keep_their_kind() -> None:
-    rows = np.zeros((3, 32), np.float32)
-    rows[1, 3] = np.inf
-    rows[2, 4] = np.nan
-    stored = values_to_q8_0(rows)
-    assert not stored[0].any()
-    scales = stored[:, :2].copy().view("<f2").reshape(-1)
-    assert np.isinf(scales[1]) and np.isnan(scales[2])
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("weight_format", ["Q4_K", "Q6_K"])
-def test_matrix_for_engine_scale_beyond_fp16_is_rejected(weight_format: str) -> None:
-    tensor = block_tensor(weight_format)
-    blocks = tensor.raw.reshape(-1, BLOCK_FORMATS[weight_format][1])
-    place = 208 if weight_format == "Q6_K" else 0
-    blocks[5, place : place + 2] = np.array([60000], "<f2").view(np.uint8)
-    with pytest.raises(ModelFormatError, match=r"tensor x: .*beyond 65504, the limit of FP16"):
-        matrix_for_engine(tensor, exact=False)
-    assert matrix_for_engine(tensor, exact=True)[0] == "f32"
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales of MXFP4 are huge
-@pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
-def test_engine_bytes_equal_size_of_converted_data(weight_format: str) -> None:
-    tensor = block_tensor(weight_format)
-    kind, data = matrix_for_engine(tensor, exact=False)
-    assert data.nbytes == engine_bytes(PlannedTensor("layers.0.q", tensor), exact=False)
-    assert kind == engine_format(tensor, exact=False)
-
-
 def test_format_name_equals_ggml() -> None:
     import gguf
 
@@ -265,25 +171,6 @@ def test_format_name_equals_ggml() -> None:
         assert format_name(int(kind)) == kind.name
     assert set(FORMATS.values()) == set(SUPPORTED_FORMATS)
     assert format_name(12345) == "number 12345"
-
-
-@pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bits often give huge scales
-def test_matrix_for_engine_chunks_do_not_change_values(weight_format: str) -> None:
-    import gguf
-
-    # More values than one chunk of the conversion, so the data has chunk borders.
-    rows, cols = 1500, 1024
-    raw = np.random.default_rng(1).integers(
-        0, 255, (rows, row_bytes(weight_format, cols)), dtype=np.uint8
-    )
-    tensor = StoredTensor("x", weight_format, (rows, cols), raw.reshape(-1))
-    kind, data = matrix_for_engine(tensor, exact=True)
-    if kind != "f32":
-        np.testing.assert_array_equal(data, raw)
-        return
-    wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[weight_format])
-    np.testing.assert_array_equal(data.view(np.uint32), wanted.view(np.uint32))
 
 
 @pytest.mark.parametrize(
@@ -310,17 +197,6 @@ def test_open_checkpoint_gguf_families_restore_row_order(tiny: TinyModel, tmp_pa
     assert (planned["layers.0.q"].interleaved_heads > 0) == (
         tiny.architecture in ("Llama", "Mistral")
     )
-
-
-def test_matrix_for_engine_interleaved_rows_are_restored() -> None:
-    rows = np.arange(16, dtype=np.float32).reshape(16, 1)
-    stored = interleave(rows, 2)
-    assert stored[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    raw = np.ascontiguousarray(stored).view(np.uint8).reshape(-1)
-    _, data = matrix_for_engine(
-        StoredTensor("q", "F32", (16, 1), raw), exact=True, interleaved_heads=2
-    )
-    np.testing.assert_array_equal(data, rows)
 
 
 def test_open_checkpoint_gguf_rope_metadata_is_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lmdeploy import (
     TurbomindEngineConfig,
     _turbomind,
 )
-from lmdeploy.config.kv_formats import parse_quant_policy
+from lmdeploy.config.kv_format_options import parse_quant_policy
 from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
 from lmdeploy.engine.devices import step_sizes
 from lmdeploy.response import join_pieces
@@ -123,6 +123,8 @@ def test_generation_config_unsupported_field_accepts_only_its_default(field):
         ("repetition_penalty", 0),
         ("presence_penalty", 3),
         ("random_seed", -1),
+        ("priority", 2**31),
+        ("priority", 1.0),
         ("random_seed", 2**64),
         ("stop_words", ["a"] * 1000),
         ("stop_words", [""]),

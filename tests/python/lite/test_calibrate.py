@@ -19,7 +19,7 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.fingerprint import hash_model
 from lmdeploy.cli.main import main
-from lmdeploy.config.kv_formats import FormatPair
+from lmdeploy.config.kv_format_options import FormatPair
 from lmdeploy.engine.kv_calibration import (
     Calibration,
     CalibrationMetadata,

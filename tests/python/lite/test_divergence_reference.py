@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import smollm2
 
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.lite.divergence import Score, cache_variants, cut_contexts, evaluate
 from lmdeploy.lite.prompt_engine import open_model
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmdeploy.cli.main import main
-from lmdeploy.config.kv_formats import FormatPair, parse_cache_format, parse_pair
+from lmdeploy.config.kv_format_options import FormatPair, parse_cache_format, parse_pair
 from lmdeploy.lite import search as kv_search
 from lmdeploy.lite.divergence import cache_variants
 from lmdeploy.lite.search import (

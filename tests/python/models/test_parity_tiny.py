@@ -19,6 +19,8 @@ from parity import (
 from tiny_gguf import write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
 
+from lmdeploy import Pipeline, TurbomindEngineConfig
+
 
 @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
 def test_tiny_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
@@ -54,6 +56,24 @@ def test_dynamic_rope_uses_the_base_of_session_len(tmp_path: Path) -> None:
             print(f"{length} tokens: relative error {error:.2e}")
             assert error <= MAX_RELATIVE_ERROR
         assert run.greedy(ids[:-num_greedy], num_greedy) == greedy[-num_greedy:]
+
+
+def test_rope_scaling_factor_equals_dynamic_rope_of_the_config(tmp_path: Path) -> None:
+    folder = str(save_model(make_model(TINY_MODELS[0]), tmp_path))
+    ids, rope = prompt(NUM_TOKENS), {"rope_type": "dynamic", "factor": 3.0}
+    losses = []
+    for option in ({}, {"rope_scaling_factor": 3.0}, {"hf_overrides": {"rope_parameters": rope}}):
+        config = TurbomindEngineConfig(exact=True, session_len=512, **option)
+        with Pipeline(folder, config) as pipe:
+            losses += pipe.get_ppl(ids)
+    assert losses[1] == losses[2] != losses[0]
+
+
+def test_rope_scaling_factor_of_another_rope_kind_is_rejected(tmp_path: Path) -> None:
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.rope.get("rope_type") == "yarn")
+    folder = str(save_model(make_model(tiny), tmp_path))
+    with pytest.raises(ValueError, match=r"^rope_scaling_factor is 2, but .* of kind yarn"):
+        Pipeline(folder, TurbomindEngineConfig(rope_scaling_factor=2.0))
 
 
 @pytest.mark.parametrize("weight_format", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])

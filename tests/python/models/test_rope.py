@@ -221,8 +221,8 @@ def test_engine_config_of_too_long_session_logs_a_warning(
     assert plan(longest) == (longest, "")
     session_len, text = plan(longest + 1)
     assert session_len == longest + 1
-    assert f"got {longest + 1}, wanted at most the {longest} positions" in text
-    assert ("dynamic RoPE" in text) == (rope["rope_type"] == "dynamic")
+    assert f"session_len is {longest + 1}. It should be at most {longest}, the number of" in text
+    assert ("Dynamic RoPE" in text) == (rope["rope_type"] == "dynamic")
 
 
 def test_rope_from_gguf_other_base_for_windows_is_rejected() -> None:

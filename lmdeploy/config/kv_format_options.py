@@ -40,10 +40,10 @@ def four_bit_formats() -> frozenset[str]:
 
 
 def fp4_formats() -> frozenset[str]:
-    """Return the names of the formats with a scale per group of values; `fp4` is one of them."""
+    """Return the names of the formats that `fp4` can stand for, and `fp4` itself."""
     from lmdeploy import _turbomind
 
-    return frozenset(row.name for row in _turbomind.kv_formats() if row.group > 0)
+    return frozenset(row.name for row in _turbomind.kv_formats() if row.is_fp4)
 
 
 def describe_policies() -> str:
@@ -67,7 +67,7 @@ def accepted_names() -> str:
 def parse_quant_policy(value: Any) -> str:
     """Return the format name for a `quant_policy`: a number (also as text) or a name, in any case.
 
-    Raises ValueError for anything else.
+    Raise ValueError for anything else.
     """
     from lmdeploy import _turbomind
 
@@ -131,7 +131,7 @@ class FormatTable:
     def by_layer(self, windows: Sequence[int]) -> list[FormatPair]:
         """Return the pair of each layer. `windows` has each layer's sliding window, 0 for none.
 
-        Raises ValueError for a rule beyond the last layer, and for a layer without a rule.
+        Raise ValueError for a rule beyond the last layer, and for a layer without a rule.
         """
         kinds = dict(self.kinds)
         pairs = [kinds.get("sliding" if window else "full", self.default) for window in windows]
@@ -150,7 +150,7 @@ class FormatTable:
 def parse_cache_format(value: Any) -> FormatTable:
     """Parse `kv_cache_format`: a name, `k=fp8,v=nvfp4`, a YAML file, or the table itself.
 
-    Raises ValueError, in one line, for every mistake that shows before the model is known.
+    Raise ValueError, in one line, for every mistake that shows before the model is known.
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -162,7 +162,7 @@ def parse_cache_format(value: Any) -> FormatTable:
 
 
 def parse_pair(value: Any, where: str = "kv_cache_format", *, flag: str = FLAG) -> FormatPair:
-    """Parse one format for both sides, or `k=NAME,v=NAME`. Raises ValueError."""
+    """Parse one format for both sides, or `k=NAME,v=NAME`. Raise ValueError."""
     if not isinstance(value, str):
         shown = value if isinstance(value, (int, float, bool)) else f"a {type(value).__name__}"
         raise _refuse_pair(where, shown, flag=flag)
@@ -193,11 +193,11 @@ def _require_listed(k: str, v: str) -> None:
     """Raise ValueError for a pair that no engine supports, whatever fp4 resolves to."""
     from lmdeploy import _turbomind
 
-    grouped = fp4_formats()
+    fp4 = fp4_formats()
     if k == "fp4":
-        k = v if v in grouped else "nvfp4"
+        k = v if v in fp4 else "nvfp4"
     if v == "fp4":
-        v = k if k in grouped else "nvfp4"
+        v = k if k in fp4 else "nvfp4"
     if k != v:
         _turbomind.require_listed_pair(k, v)
 
