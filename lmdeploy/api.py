@@ -1,4 +1,4 @@
-"""The two entry points of the Python API, `pipeline` and `serve`, as in LMDeploy 0.18."""
+"""The entry points of the Python API: `pipeline`, `serve` and `client`, as in LMDeploy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 # These two imports bind the modules `lmdeploy.pipeline` and `lmdeploy.serve` before the package
 # binds the functions of the same names.
 from lmdeploy.pipeline import Pipeline
+from lmdeploy.serve.openai.api_client import APIClient
 from lmdeploy.serve.state import ServerOptions
 
 if TYPE_CHECKING:
@@ -80,3 +81,16 @@ def serve(
         run_server(
             model_path, backend_config, chat_template_config=chat_template_config, options=options
         )
+
+
+def client(api_server_url: str = "http://127.0.0.1:23333", api_key: str | None = None) -> APIClient:
+    """Return a client of a running server.
+
+    Args:
+        api_server_url: address of the server.
+        api_key: sent with every request. None sends no key.
+
+    Raises:
+        ValueError: if the address does not begin with http:// or https://.
+    """
+    return APIClient(api_server_url, api_key)

@@ -10,26 +10,22 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from lmdeploy.base.checks import OptionError, check_instance, refuse
+from lmdeploy.base.checks import ContextLengthError, check_instance, refuse
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.engine.prompt_jobs import Message, Prompt, PromptJob, prompt_jobs
 from lmdeploy.response import Response, join_pieces
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from lmdeploy.chat.formats.base import AnswerStart
-    from lmdeploy.chat.grammar import Grammars
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
-
-Message: TypeAlias = dict[str, Any]
-Prompt: TypeAlias = "str | list[Message]"
 
 _ANSWERED = ("stop", "length", "tool_calls")  # all finish reasons except error and abort
 
@@ -142,20 +138,26 @@ class Pipeline:
             chat_template_kwargs: variables of the chat template. For GPT-OSS these are
                 `reasoning_effort`, `tools` and `builtin_tools`, and they are checked.
 
+        In a list of prompts, one that is longer than the context gets a response with the
+        finish_reason `error` and the error_code `context_length_exceeded`.
+
         Raises:
-            ValueError: if a prompt is wrong, such as longer than session_len. Then no prompt runs.
-                Also if a gen_config does not fit the model (a token id or a grammar). That is found
-                when its prompt starts, and the other prompts are cancelled.
+            ValueError: if a prompt is wrong, or a single prompt is longer than the context. Then no
+                prompt runs. Also if a gen_config does not fit the model (a token id or a grammar).
+                That is found when its prompt starts, and the other prompts are cancelled.
             EngineFailure: if the engine has failed, was closed, or belongs to another process.
         """
         from tqdm import tqdm
 
         options = (chat_template_kwargs or {}) if do_preprocess else None
-        jobs, single = self._jobs(prompts, gen_config, template_options=options)
+        self._check_open()
+        jobs, single = prompt_jobs(
+            self.engine, prompts, gen_config=gen_config, template_options=options
+        )
         answers: list[Response | None] = [None] * len(jobs)
         with tqdm(total=len(jobs), disable=not use_tqdm, unit="prompt") as bar:
 
-            async def run_one(slot: int, job: _Job) -> None:
+            async def run_one(slot: int, job: PromptJob) -> None:
                 answers[slot] = await self._answer(job)
                 bar.update(1)
 
@@ -181,11 +183,16 @@ class Pipeline:
         finish_reason. Closing the iterator early cancels the requests that still run.
         """
         options = (chat_template_kwargs or {}) if do_preprocess else None
-        jobs, _ = self._jobs(prompts, gen_config, template_options=options)
+        self._check_open()
+        jobs, _ = prompt_jobs(self.engine, prompts, gen_config=gen_config, template_options=options)
         chunks: queue.Queue[Response | None] = queue.Queue()
 
-        async def run_one(_: int, job: _Job) -> None:
-            stream = await self._submit(job)
+        async def run_one(_: int, job: PromptJob) -> None:
+            try:
+                stream = await self._submit(job)
+            except ContextLengthError as error:
+                chunks.put(job.refused(error))
+                return
             try:
                 async for chunk in stream:
                     chunks.put(replace(chunk, index=job.index, choice=job.choice))
@@ -277,10 +284,10 @@ class Pipeline:
                 raise refuse("input_ids", ids, wanted="a list of at least 2 token ids")
             self.engine.check_prompt(ids, num_new=0, name=f"input_ids[{i}]")
         config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
-        jobs = [_Job(ids, config, index=i) for i, ids in enumerate(batch)]
+        jobs = [PromptJob(ids, config, index=i) for i, ids in enumerate(batch)]
         result = [0.0] * len(jobs)
 
-        async def run_one(slot: int, job: _Job) -> None:
+        async def run_one(slot: int, job: PromptJob) -> None:
             response = await self._answer(job)
             if response.finish_reason not in _ANSWERED:
                 why = response.error_message or f"It ended with {response.finish_reason}."
@@ -304,7 +311,9 @@ class Pipeline:
             if session.response.finish_reason in _ANSWERED:
                 session.history.append((prompt, session.response.text))
 
-    async def _submit(self, job: _Job) -> RequestStream:
+    async def _submit(self, job: PromptJob) -> RequestStream:
+        if job.error is not None:
+            raise job.error
         return await self.engine.submit(
             job.ids,
             job.config,
@@ -313,87 +322,17 @@ class Pipeline:
             grammars=job.grammars,
         )
 
-    async def _answer(self, job: _Job) -> Response:
-        stream = await self._submit(job)
+    async def _answer(self, job: PromptJob) -> Response:
+        try:
+            stream = await self._submit(job)
+        except ContextLengthError as error:
+            return job.refused(error)
         return replace(await collect(stream), index=job.index, choice=job.choice)
 
     def _check_open(self) -> None:
         self.engine.check_process()
         if self._closing:
             raise ValueError("The pipeline is closed. Create a new one.")
-
-    def _jobs(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        gen_config: GenerationConfig | list[GenerationConfig] | None,
-        *,
-        template_options: dict[str, Any] | None,
-    ) -> tuple[list[_Job], bool]:
-        # template_options is None if no template is applied.
-        self._check_open()
-        single = isinstance(prompts, str) or _is_conversation(prompts)
-        if not single and not isinstance(prompts, (list, tuple)):
-            raise refuse("prompts", prompts, wanted="a string, a conversation, or a list of either")
-        batch: list[Any] = [prompts] if single else list(prompts)
-        configs: list[Any] = (
-            list(gen_config) if isinstance(gen_config, list) else [gen_config] * len(batch)
-        )
-        if len(configs) != len(batch):
-            raise ValueError(
-                f"gen_config has {len(configs)} items for {len(batch)} prompts. "
-                "Pass one config, or one per prompt."
-            )
-        jobs = []
-        grammars = self.engine.new_grammars()
-        for i, (prompt, config) in enumerate(zip(batch, configs, strict=True)):
-            config = GenerationConfig() if config is None else config
-            if not isinstance(config, GenerationConfig):
-                raise refuse("gen_config", config, wanted="a GenerationConfig")
-            try:
-                ids, start = self._encode(prompt, template_options)
-                self.engine.check_prompt(ids, num_new=min(config.max_new_tokens, 1))
-            except OptionError as error:
-                if single:
-                    raise
-                reason = error.reason if error.field == "prompt" else f"is invalid: {error}"
-                raise OptionError(f"prompts[{i}]", reason) from error
-            jobs += [_Job(ids, config, i, choice, start, grammars) for choice in range(config.n)]
-        return jobs, single
-
-    def _encode(
-        self, prompt: Any, template_options: dict[str, Any] | None
-    ) -> tuple[list[int], AnswerStart | None]:
-        """Return the token ids and, for a conversation, the state in which its response starts."""
-        from lmdeploy.chat.prompts import encode_chat, encode_text
-
-        if isinstance(prompt, str) and template_options is None:
-            return encode_text(self.engine.loaded, prompt, add_special=True), None
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if not _is_conversation(prompt):
-            raise refuse("prompt", prompt, wanted="a string or a list of messages")
-        if template_options is None:
-            wanted = "a string because do_preprocess=False skips the chat template"
-            raise refuse("prompt", prompt, wanted=wanted)
-        return encode_chat(self.engine.loaded, prompt, template_options=template_options)
-
-
-@dataclass
-class _Job:
-    ids: list[int]
-    config: GenerationConfig
-    index: int = 0
-    choice: int = 0
-    start: AnswerStart | None = None
-    grammars: Grammars | None = None  # shared by all jobs of the call
-
-
-def _is_conversation(prompts: Any) -> bool:
-    return (
-        isinstance(prompts, list)
-        and len(prompts) > 0
-        and all(isinstance(item, dict) for item in prompts)
-    )
 
 
 async def collect(stream: RequestStream) -> Response:

@@ -51,13 +51,15 @@ class Response:
         index: number of the prompt in the call, from 0.
         routed_experts: always None; kept for LMDeploy's signature.
         cached_tokens: number of prompt tokens taken from the prefix cache.
-        error_code: `bad_request` or `engine_error` if finish_reason is `error`.
+        error_code: `bad_request`, `engine_error` or `context_length_exceeded` if finish_reason is
+            `error`.
         error_message: why the request failed, if finish_reason is `error`.
         prompt_logprobs: as logprobs, for the tokens of the prompt from the second on.
         reasoning_content: the reasoning before the content, if the chat format separates it.
         tool_calls: the tool calls of the response, if the chat format has them. A chunk contains
             parts of calls; join_tool_calls joins them.
         choice: number of the response among the n of its prompt, from 0.
+        stop_word: the stop word that ended the response, if one did.
     """
 
     text: str
@@ -77,6 +79,26 @@ class Response:
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     choice: int = 0
+    stop_word: str | None = None
+
+    @property
+    def has_content(self) -> bool:
+        """Return whether there is anything besides counts and the end of the response."""
+        parts = (self.text, self.token_ids, self.reasoning_content, self.tool_calls)
+        return any(parts) or bool(self.prompt_logprobs) or self.logits is not None
+
+    def without_content(self) -> Response:
+        """Return the counts and the end of the response."""
+        return replace(
+            self,
+            text="",
+            token_ids=[],
+            logprobs=None if self.logprobs is None else [],
+            logits=None,
+            prompt_logprobs=None,
+            reasoning_content=None,
+            tool_calls=None,
+        )
 
     def extend(self, other: Response) -> None:
         """Append a later chunk of the same response in place."""
@@ -94,6 +116,7 @@ class Response:
             self.logits = cast("npt.NDArray[np.float32]", np.concatenate([*mine, other.logits]))
         for name in ("generate_token_len", "input_token_len", "finish_reason", "cached_tokens"):
             setattr(self, name, getattr(other, name))
+        self.stop_word = other.stop_word
         self.error_code, self.error_message = other.error_code, other.error_message
 
 

@@ -16,21 +16,12 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.base.checks import OptionError, flag_of
-from lmdeploy.chat.detokenize import AnswerText, SpecialTokenStopFilter, TokenDetokenizer
-from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
-from lmdeploy.chat.formats.text import TextDecoder
+from lmdeploy.chat.formats.base import AnswerStart
 from lmdeploy.chat.grammar import Grammars
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.engine.load import LoadedEngine, load_engine
-from lmdeploy.engine.request import (
-    bad_sequences,
-    check_token_ids,
-    is_constrained,
-    set_sampling,
-    sort_stop_words,
-)
+from lmdeploy.engine.request import RequestMaker, RequestParts, check_prompt, set_sampling
 from lmdeploy.engine.stream import RequestStream
 from lmdeploy.response import Response
 
@@ -148,31 +139,13 @@ class AsyncEngine:
             num_new: tokens that must fit after the prompt: 0 if max_new_tokens is 0, else 1.
             name: the field that the error names.
         """
-        if not prompt_ids:
-            raise OptionError(name, "is empty. It must have at least 1 token.")
-        limit, session_len = self.max_request_tokens, self.loaded.session_len
-        wanted = len(prompt_ids) + num_new
-        got = f"has {len(prompt_ids)} tokens"
-        got += " and needs room for the answer, but" if num_new else ", but"
-        if wanted > limit and wanted > session_len:
-            raise OptionError(
-                name,
-                f"{got} session_len is {session_len}. "
-                f"Shorten it or raise {flag_of('session_len')}.",
-            )
-        if wanted > limit:
-            raise OptionError(
-                name,
-                f"{got} the KV cache holds {limit} tokens. "
-                f"Shorten it or raise {flag_of('cache_max_entry_count')}.",
-            )
-        top = max(prompt_ids)
-        if top >= self.loaded.vocab_size or min(prompt_ids) < 0:
-            bad = top if top >= self.loaded.vocab_size else min(prompt_ids)
-            raise OptionError(
-                name,
-                f"contains token id {bad}. Ids must be 0 to {self.loaded.vocab_size - 1}.",
-            )
+        check_prompt(
+            self.loaded,
+            prompt_ids,
+            num_new=num_new,
+            max_tokens=self.max_request_tokens,
+            name=name,
+        )
 
     def new_grammars(self) -> Grammars:
         """Return a new cache of compiled grammars, which all requests of one call share."""
@@ -185,7 +158,6 @@ class AsyncEngine:
         *,
         index: int = 0,
         start: AnswerStart | None = None,
-        grammar: str | None = None,
         grammars: Grammars | None = None,
     ) -> RequestStream:
         """Submit one request and return the stream of its response.
@@ -194,11 +166,9 @@ class AsyncEngine:
             prompt_ids: token ids of the prompt. The stream keeps this list without a copy.
             config: options of the request. None takes the defaults.
             index: added to the random seed, so that the n choices of a prompt differ.
-            start: the state in which the prompt of a conversation ends. The chat format then splits
-                the response into reasoning, content (the text) and tool calls. None means a plain
-                prompt, whose text the response continues.
-            grammar: a grammar in llguidance's notation that replaces `response_format`. None
-                applies `response_format`.
+            start: the state in which the answer of a conversation begins. The chat format then
+                splits the response into reasoning, content (the text) and tool calls. None means a
+                plain prompt, whose text the response continues.
             grammars: the compiled grammars of the call. None compiles this request's grammar alone.
 
         Raises:
@@ -207,21 +177,21 @@ class AsyncEngine:
         """
         config = config or GenerationConfig()
         self.check_healthy()
-        request, prompt_ids, answer, decoder = await asyncio.to_thread(
+        parts = await asyncio.to_thread(
             self._make_request,
             prompt_ids,
             config,
             index=index,
             start=start,
-            grammar=grammar,
             grammars=grammars or self.new_grammars(),
         )
+        request = parts.request
         stream = RequestStream(
             request.id,
-            prompt_ids,
+            parts.prompt_ids,
             config=config,
-            answer=answer,
-            decoder=decoder,
+            answer=parts.answer,
+            decoder=parts.decoder,
             forget=self.forget,
         )
         with self._lock:
@@ -307,83 +277,14 @@ class AsyncEngine:
         *,
         index: int,
         start: AnswerStart | None,
-        grammar: str | None,
         grammars: Grammars,
-    ) -> tuple[Any, list[int], SpecialTokenStopFilter, AnswerDecoder]:
-        # Runs in a worker thread because tokenizing stop words and compiling a grammar take time.
-        # Returns the caller's own list of ids if nothing is added, so that n choices share it.
-        constrained = is_constrained(config) and grammar is None
-        if start is not None and constrained:
-            prefix = self.loaded.chat_format.constrained_prefix()
-            prompt_ids = [*prompt_ids, *prefix] if prefix else prompt_ids
-        self.check_prompt(prompt_ids, num_new=min(config.max_new_tokens, 1))
-        check_token_ids(config, self.loaded.vocab_size)
-        room = self.max_request_tokens - len(prompt_ids)
-        request = self.loaded.new_request()
-        request.id = next(self._ids)
-        request.prompt = prompt_ids
-        request.max_new_tokens = min(config.max_new_tokens, room)
-        request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
-        request.ignore_eos = config.ignore_eos
-        request.eos_ids = [] if config.ignore_eos else list(self.loaded.eos_ids)
-        template = self.loaded.chat_template
-        of_template = template.stop_words if start is not None and template is not None else []
-        stop_ids, plain_words, special_words = sort_stop_words(
-            [*(config.stop_words or []), *of_template], self.loaded.tokenizer
-        )
-        request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
-        request.bad_sequences = bad_sequences(config, self.loaded.tokenizer)
-        request.num_logprobs = -1 if config.logprobs is None else config.logprobs
-        request.num_prompt_logprobs = (
-            -1 if config.prompt_logprobs is None else config.prompt_logprobs
-        )
-        request.logits_output = config.output_logits or "none"
-        set_sampling(request, config, index=index)
-        wanted = grammar or config.response_format
-        if wanted is not None:
-            request.token_mask = grammars.token_mask(wanted)
-        decoder = self._decoder(config, start, constrained=constrained)
-        answer = self._answer_text(
-            config, plain_words, special_words=special_words, start=start, decoder=decoder
-        )
-        return request, prompt_ids, answer, decoder
-
-    def _decoder(
-        self, config: GenerationConfig, start: AnswerStart | None, *, constrained: bool
-    ) -> AnswerDecoder:
-        skip_special = config.skip_special_tokens
-        if start is None:
-            return TextDecoder(
-                TokenDetokenizer(self.loaded.tokenizer, skip_special, begins_text=False)
-            )
-        return self.loaded.chat_format.decoder(
-            start, skip_special=skip_special, constrained=constrained
-        )
-
-    def _answer_text(
-        self,
-        config: GenerationConfig,
-        plain_words: list[str],
-        *,
-        special_words: list[str],
-        start: AnswerStart | None,
-        decoder: AnswerDecoder,
-    ) -> SpecialTokenStopFilter:
-        include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
-        gate = None
-        if special_words:
-            begins_text = start is not None and not start.continue_final_message
-            shown = TokenDetokenizer(
-                self.loaded.tokenizer, skip_special=False, begins_text=begins_text
-            )
-            # The stop word that ends first wins, so the gate searches all words. If the chat format
-            # splits responses, the gate's text is not the content, so plain words are not its task.
-            is_split = start is not None and self.loaded.chat_format.splits_answers
-            words = special_words if is_split else [*special_words, *plain_words]
-            gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
-        return SpecialTokenStopFilter(
-            decoder, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
-        )
+    ) -> RequestParts:
+        """Build a request. It runs in a worker thread, because compiling a grammar takes time."""
+        maker = RequestMaker(self.loaded, config, start=start)
+        parts = maker.make(prompt_ids, grammars=grammars, max_tokens=self.max_request_tokens)
+        parts.request.id = next(self._ids)
+        set_sampling(parts.request, config, index=index)
+        return parts
 
     def _drain(self) -> None:
         cpp_engine = self.loaded.cpp_engine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,27 +39,20 @@ def step_sizes(config: TurbomindEngineConfig, capability: DeviceCapability) -> t
     return batch_size, config.max_prefill_token_num or default_tokens
 
 
-@dataclass(frozen=True)
-class OpenDevice:
-    """An open device."""
-
-    device: Device
-    gpu: int | None = None  # index. None means the CPU
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the device."""
-        from lmdeploy import _turbomind
-
-        return free_memory_bytes() if self.gpu is None else _turbomind.cuda_free_bytes(self.gpu)
-
-    @property
-    def line(self) -> str:
-        """Return the line that a server prints at start."""
-        products = self.device.gemm_backend
-        return f"device: {self.device.name}" + (f"; products: {products}" if products else "")
+def free_bytes(device: Device) -> int:
+    """Return the free memory of a device."""
+    own = device.free_bytes
+    return free_memory_bytes() if own is None else own
 
 
-def open_device(config: TurbomindEngineConfig) -> OpenDevice:
+def device_line(device: Device) -> str:
+    """Return the line that a server prints at start."""
+    backend = device.gemm_backend
+    gemm = f"; matrix multiplication: {backend}" if backend else ""
+    return f"device: {device.name}{gemm}"
+
+
+def open_device(config: TurbomindEngineConfig) -> Device:
     """Open the device that `config` requests.
 
     If `auto` falls back to the CPU, the reason is logged, as a warning on machines with a GPU
@@ -74,13 +66,12 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
             if config.exact:
                 raise ValueError("CUDA is not used: exact is supported only on the CPU.")
             threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
-            device = _turbomind.make_cuda_device(
+            return _turbomind.make_cuda_device(
                 gpu,
                 deterministic=config.deterministic,
                 num_threads=threads,
                 cublas_lt=cublas_lt_files(),
             )
-            return OpenDevice(device, gpu)
         except ValueError as error:
             if config.needs_cuda:
                 reason = str(error).rstrip(".")
@@ -88,4 +79,4 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
             level = logging.WARNING if os.path.exists(_DRIVER_FILE) else logging.INFO
             logger.log(level, "%s", error)
     name = "cpu" if config.device_type == "auto" else config.device_type
-    return OpenDevice(_turbomind.make_device(name, config.num_threads or usable_cores()))
+    return _turbomind.make_device(name, config.num_threads or usable_cores())

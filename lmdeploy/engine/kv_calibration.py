@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.config.kv_formats import FormatPair
+from lmdeploy.config.kv_format_options import FormatPair
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import ModelConfig
@@ -80,7 +80,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 def read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Calibration:
     """Read the calibration file of the model with the hash `model_hash`.
 
-    Raises ModelFormatError if the file is not readable, has another version or is for another
+    Raise ModelFormatError if the file is not readable, has another version or is for another
     model.
     """
     try:
@@ -176,7 +176,7 @@ def _largest_value(name: str) -> float:
     (row,) = [row for row in _turbomind.kv_formats() if row.name == name]
     if not row.has_global_scale:
         return 0.0
-    return row.max_value * (_NVFP4_HEADROOM if row.group > 0 else 1.0)
+    return row.max_value * (_NVFP4_HEADROOM if row.is_fp4 else 1.0)
 
 
 def _factors(amax: Floats, formats: Sequence[str]) -> Floats:

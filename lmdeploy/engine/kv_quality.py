@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from lmdeploy.base.checks import user_path
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.config.kv_formats import FormatPair, four_bit_formats, fp4_formats
+from lmdeploy.config.kv_format_options import FormatPair, four_bit_formats, fp4_formats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmdeploy import _turbomind
 
-DEFAULT_HOT_TOKENS = 64
-NOTHING_HOT = -1
+DEFAULT_WINDOW16_TOKENS = 64
+NO_WINDOW16 = -1
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class KvOptions:
     rotation: bool = False
     scale_search: bool = False
     sink_tokens: int = 0
-    recent_tokens: int = NOTHING_HOT
+    recent_tokens: int = NO_WINDOW16
     calibration: Path | None = None
     note: str = ""  # for people: about the format that fp4 became
 
     @property
-    def mode(self) -> str:
+    def format(self) -> str:
         """Return the format of all layers, or `mixed`."""
         names = {str(pair) for pair in self.layers}
         return names.pop() if len(names) == 1 else "mixed"
@@ -50,7 +50,7 @@ class KvOptions:
         parts = ["K rotation"] if self.rotation else []
         if self.scale_search:
             parts.append("scale search")
-        if self.recent_tokens != NOTHING_HOT:
+        if self.recent_tokens != NO_WINDOW16:
             first = f"first {self.sink_tokens} and " if self.sink_tokens else ""
             parts.append(f"{first}newest {self.recent_tokens}+ tokens in 16 bit")
         if self.calibration is not None:
@@ -60,7 +60,7 @@ class KvOptions:
     def labels(self) -> dict[str, str]:
         """Return the options as labels for metrics."""
         return {
-            "mode": self.mode,
+            "mode": self.format,
             "quality": self.quality,
             "rotation": str(self.rotation).lower(),
             "scale_search": str(self.scale_search).lower(),
@@ -81,7 +81,7 @@ def resolve_kv_options(
     `windows` has the sliding window of each layer (0: full attention). None uses the CPU's
     capability.
 
-    Raises ValueError for a format that does not fit the model's layers or the device, and for an
+    Raise ValueError for a format that does not fit the model's layers or the device, and for an
     option without effect.
     """
     from lmdeploy import _turbomind
@@ -127,11 +127,11 @@ def _window16_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[i
     """Return sink and recent tokens. Sinks alone also keep the current block in 16 bit."""
     sink, recent = config.kv_sink_tokens, config.kv_recent_tokens
     if recent is None:
-        recent = DEFAULT_HOT_TOKENS if by_default else 0 if sink else NOTHING_HOT
-    if recent == NOTHING_HOT:
-        return 0, NOTHING_HOT
+        recent = DEFAULT_WINDOW16_TOKENS if by_default else 0 if sink else NO_WINDOW16
+    if recent == NO_WINDOW16:
+        return 0, NO_WINDOW16
     if sink is None:
-        sink = DEFAULT_HOT_TOKENS if by_default else 0
+        sink = DEFAULT_WINDOW16_TOKENS if by_default else 0
     return sink, recent
 
 
@@ -144,7 +144,7 @@ def apply_kv_options(
 ) -> None:
     """Write `options` into the engine's config.
 
-    `model_hash` is required with a calibration file. Raises ValueError if the file cannot be read
+    `model_hash` is required with a calibration file. Raise ValueError if the file cannot be read
     or belongs to another model.
     """
     engine_config.kv_format = options.layers[0].k
@@ -179,7 +179,7 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: 
         else ""
     )
     return (
-        f"KV cache: mode {options.mode}, quality {options.quality_text}, "
+        f"KV cache: format {options.format}, quality {options.quality_text}, "
         f"{plan.bytes_per_token:,.0f} bytes per token{window16}, "
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
         f"a session of {session_len:,} tokens takes {plan.session_bytes / 2**20:,.1f} MiB, "

@@ -12,15 +12,16 @@ from lmdeploy.chat.formats.base import ChatFormat, ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
-from lmdeploy.engine.devices import open_device
+from lmdeploy.engine.devices import device_line, free_bytes, open_device
 from lmdeploy.engine.plan import plan_engine
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
-    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
+    from lmdeploy.engine.model_files import LoadedModel
 
 logger = logging.getLogger("lmdeploy")
 
@@ -39,6 +40,7 @@ class LoadedEngine:
     chat_format: ChatFormat
     vocab_size: int
     session_len: int
+    block_tokens: int
     eos_ids: list[int]
     kv: KvOptions
     sampling: dict[str, Any] = field(default_factory=lambda: sampling_defaults({}))
@@ -69,12 +71,12 @@ def load_engine(
 
     Raises:
         ValueError: if an option is wrong or the model cannot be loaded.
+        MemoryError: if the system does not give the engine its memory.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.chat.template import NO_TEMPLATE, choose_template
+    from lmdeploy.chat.prompt_template import NO_TEMPLATE, choose_template
 
-    target = open_device(config)
-    device = target.device
+    device = open_device(config)
     files, engine_config, kv = plan_engine(model_path, config, device=device)
     # Check these before the weights are loaded, which takes long.
     texts = files.read_texts()
@@ -89,8 +91,7 @@ def load_engine(
     if template is None and chat_format.splits_answers:
         logger.warning("messages %s", NO_TEMPLATE)
     model = files.load(texts, device=device, progress=progress)
-    free = max(target.free_bytes() - model.mapped_bytes, 0)
-    cpp_engine = _turbomind.Engine(model.config, engine_config, model.weights, device, free)
+    cpp_engine = _start_engine(model, engine_config, device=device)
     writer = model.cache_writer
     if writer is not None:
         writer.start()
@@ -102,6 +103,7 @@ def load_engine(
         chat_format=chat_format,
         vocab_size=model.config.vocab_size,
         session_len=engine_config.session_len,
+        block_tokens=engine_config.cache_block_seq_len,
         eos_ids=_eos_ids(
             model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
         ),
@@ -109,10 +111,29 @@ def load_engine(
         sampling=sampling_defaults(model.generation_config),
         model_path=model_path,
         model_type=model.model_type,
-        device_line=target.line,
+        device_line=device_line(device),
         # The lambda does not refer to `model`, so that closing the engine frees the weights.
         on_close=lambda: None if writer is None else writer.stop(),
     )
+
+
+def _start_engine(
+    model: LoadedModel, config: _turbomind.EngineConfig, *, device: _turbomind.Device
+) -> _turbomind.Engine:
+    """Start the C++ engine. Raises MemoryError that names the options on which its size depends."""
+    from lmdeploy import _turbomind
+
+    free = max(free_bytes(device) - model.mapped_bytes, 0)
+    try:
+        return _turbomind.Engine(model.config, config, model.weights, device, free)
+    except MemoryError:
+        plan = _turbomind.plan_memory(model.config, config, free, device.capability)
+        raise MemoryError(
+            f"The KV cache takes {plan.reserved_bytes:,} bytes and a step takes "
+            f"{plan.scratch_bytes:,}, which the system does not provide. Lower "
+            "--cache-max-entry-count, --session-len, --max-batch-size or "
+            "--max-prefill-token-num, or raise the limit of the process (ulimit -v)."
+        ) from None
 
 
 def _eos_ids(

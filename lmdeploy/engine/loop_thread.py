@@ -30,7 +30,7 @@ class LoopThread:
     ) -> Future[None]:
         """Start `run_one(slot, job)` for every job, where `slot` is the job's position.
 
-        The first failure cancels the other jobs. Raises EngineFailure if the loop is closed.
+        The first failure cancels the other jobs. Raise EngineFailure if the loop is closed.
         """
         return self._start(_run_all(jobs, run_one))
 
@@ -44,7 +44,7 @@ class LoopThread:
             raise
 
     def wait(self, future: Future[None]) -> None:
-        """Wait for the jobs of `start_all`. Raises EngineFailure if the loop is closed."""
+        """Wait for the jobs of `start_all`. Raise EngineFailure if the loop is closed."""
         try:
             future.result()
         except CancelledError:

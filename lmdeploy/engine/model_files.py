@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
@@ -149,6 +151,8 @@ def open_files(
     dtype: str = "auto",
     exact: bool = False,
     capability: DeviceCapability | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    rope_factor: float = 0.0,
 ) -> ModelFiles:
     """Open a checkpoint, check its config and tensors, and add up their sizes.
 
@@ -157,6 +161,8 @@ def open_files(
         dtype: cache dtype. "auto" chooses it by the weights (docs/kv_cache.md).
         exact: compute in FP32, without BF16 weights or int8 activations.
         capability: capability of the device that loads the weights. None uses the CPU's.
+        overrides: values that replace those of config.json.
+        rope_factor: factor of dynamic NTK scaling that replaces the model's RoPE. 0 keeps it.
 
     Raises:
         ModelFormatError: if the checkpoint cannot be loaded. It is a ValueError.
@@ -172,7 +178,9 @@ def open_files(
     copied = exact or not capability.reads_mapped_files
     resolved = resolve_model(path)
     files = identify_files(resolved)  # before opening, so that a later change is detected
-    checkpoint = open_checkpoint(resolved)
+    checkpoint = open_checkpoint(resolved, overrides=overrides)
+    if rope_factor:
+        checkpoint = _with_dynamic_rope(checkpoint, rope_factor)
     info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
     return ModelFiles(info, checkpoint, files, exact, copied)
 
@@ -205,6 +213,21 @@ def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
     if exact:
         return "float32"
     return "bfloat16" if stored_dtype == "bfloat16" else "float16"
+
+
+def _with_dynamic_rope(checkpoint: Checkpoint, factor: float) -> Checkpoint:
+    """Return the checkpoint with dynamic NTK scaling, as LMDeploy's TurboMind does."""
+    config = checkpoint.config
+    if config.rope.kind not in ("default", "dynamic"):
+        raise OptionError(
+            "rope_scaling_factor",
+            f"is {factor:g}, but the model has RoPE of kind {config.rope.kind}. Leave it at 0 "
+            "(--rope-scaling-factor).",
+        )
+    rope = replace(
+        config.rope, kind="dynamic", factor=factor, original_max_position=config.max_position
+    )
+    return replace(checkpoint, config=replace(config, rope=rope))
 
 
 def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> ModelInfo:

@@ -10,6 +10,8 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.devices import step_sizes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lmdeploy import _turbomind
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import ModelFiles
@@ -26,9 +28,8 @@ def engine_config_of(
 ) -> tuple[_turbomind.EngineConfig, KvOptions]:
     """Return the C++ engine's options for a model on a device, and those of its cache.
 
-    None uses the CPU's capability.
-
-    Raises ValueError for cache options that do not fit the model or the device.
+    None uses the CPU's capability. Raise ValueError for cache options that do not fit the model
+    or the device.
     """
     from lmdeploy import _turbomind
     from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
@@ -69,14 +70,13 @@ def longest_position(model: _turbomind.ModelConfig) -> int:
 def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
     if session_len <= (longest := longest_position(model)):
         return
+    why = " Dynamic RoPE uses one base for every length." if model.rope.kind == "dynamic" else ""
     logger.warning(
-        "session_len: got %d, wanted at most the %d positions the model was trained for%s; change "
-        "--session-len",
+        "session_len is %d. It should be at most %d, the number of positions that the model was "
+        "trained for (--session-len).%s",
         session_len,
         longest,
-        ", since dynamic RoPE has one base for texts of every length"
-        if model.rope.kind == "dynamic"
-        else "",
+        why,
     )
 
 
@@ -95,16 +95,14 @@ def _warn_of_conversion(options: KvOptions, capability: _turbomind.DeviceCapabil
         )
 
 
-def check_model_format(model_path: str, wanted: str | None) -> None:
+def check_model_format(path: Path, wanted: str | None, *, model_path: str) -> None:
     """Raise ValueError if `--model-format` contradicts the files. None accepts all of them."""
     from lmdeploy.checkpoint.hf import method_of
-    from lmdeploy.checkpoint.hub import resolve_model
     from lmdeploy.checkpoint.methods import METHODS
 
     if wanted is None:
         return
     check_choice("model_format", wanted, choices=("hf", "gguf", *METHODS), flag="--model-format")
-    path = resolve_model(model_path)
     container = "gguf" if path.is_file() else "hf"
     actual = container if container == "gguf" else method_of(path) or container
     if wanted not in (actual, container):
@@ -118,14 +116,23 @@ def plan_engine(
 ) -> tuple[ModelFiles, _turbomind.EngineConfig, KvOptions]:
     """Check the model, its files and the options, before weights are read.
 
-    Raises ValueError for each of them that is wrong, and if the device has no kernels for them.
+    Raise ValueError for each of them that is wrong, and if the device has no kernels for them.
     """
     from lmdeploy import _turbomind
+    from lmdeploy.checkpoint.hub import resolve_model
     from lmdeploy.engine.model_files import open_files
 
-    check_model_format(model_path, config.model_format)
+    path = resolve_model(model_path, revision=config.revision, download_dir=config.download_dir)
+    check_model_format(path, config.model_format, model_path=model_path)
     capability = device.capability
-    files = open_files(model_path, dtype=config.dtype, exact=config.exact, capability=capability)
+    files = open_files(
+        str(path),
+        dtype=config.dtype,
+        exact=config.exact,
+        capability=capability,
+        overrides=config.hf_overrides,
+        rope_factor=float(config.rope_scaling_factor),
+    )
     info = files.info
     engine_config, kv = engine_config_of(
         config, info.config, model_path=str(info.path), capability=capability

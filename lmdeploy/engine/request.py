@@ -1,15 +1,164 @@
-"""④ Converts the options of a GenerationConfig into the fields of a C++ request."""
+"""④ Build the C++ request of a prompt and the objects that turn its tokens into an answer."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmdeploy.base.checks import OptionError
+from lmdeploy.base.checks import ContextLengthError, OptionError, flag_of
+from lmdeploy.chat.detokenize import TokenDetokenizer
+from lmdeploy.chat.formats.text import TextDecoder
+from lmdeploy.chat.grammar import Grammars, grammar_text, response_grammar
+from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter
 
 if TYPE_CHECKING:
+    from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.generation import GenerationConfig
+    from lmdeploy.engine.load import LoadedEngine
+
+
+class RequestParts(NamedTuple):
+    """A C++ request and what its answer needs.
+
+    `prompt_ids` are the caller's own list if nothing was added, so that n choices share it.
+    """
+
+    request: Any
+    prompt_ids: list[int]
+    answer: SpecialTokenStopFilter
+    decoder: AnswerDecoder
+
+
+class RequestMaker:
+    """Builds the requests of one call.
+
+    Args:
+        start: as in `AsyncEngine.submit`.
+    """
+
+    def __init__(
+        self, loaded: LoadedEngine, config: GenerationConfig, *, start: AnswerStart | None
+    ) -> None:
+        self._loaded = loaded
+        self._config = config
+        self._start = start
+        self._constrained = is_constrained(config)
+
+    def make(self, prompt_ids: list[int], *, grammars: Grammars, max_tokens: int) -> RequestParts:
+        """Return the request of a prompt, without its id and its sampling options.
+
+        `max_tokens` is the limit of a prompt plus its response. Raise OptionError if the request is
+        wrong.
+        """
+        loaded, config, start = self._loaded, self._config, self._start
+        if start is not None and self._constrained:
+            prefix = loaded.chat_format.constrained_prefix()
+            prompt_ids = [*prompt_ids, *prefix] if prefix else prompt_ids
+        num_new = min(config.max_new_tokens, 1)
+        check_prompt(loaded, prompt_ids, num_new=num_new, max_tokens=max_tokens)
+        check_token_ids(config, loaded.vocab_size)
+        request = loaded.new_request()
+        request.prompt = prompt_ids
+        request.priority = config.priority
+        request.max_new_tokens = min(config.max_new_tokens, max_tokens - len(prompt_ids))
+        request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
+        request.ignore_eos = config.ignore_eos
+        request.eos_ids = [] if config.ignore_eos else list(loaded.eos_ids)
+        template = loaded.chat_template
+        of_template = template.stop_words if start is not None and template is not None else []
+        stop_ids, plain_words, special_words = sort_stop_words(
+            [*(config.stop_words or []), *of_template], loaded.tokenizer
+        )
+        request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
+        request.bad_sequences = bad_sequences(config, loaded.tokenizer)
+        request.num_logprobs = -1 if config.logprobs is None else config.logprobs
+        prompt_logprobs = config.prompt_logprobs
+        request.num_prompt_logprobs = -1 if prompt_logprobs is None else prompt_logprobs
+        request.logits_output = config.output_logits or "none"
+        request.cache_salt = salt_bytes(config.cache_salt)
+        grammar = self._grammar()
+        if grammar is not None:
+            field = "response_format" if self._constrained else "tools"
+            request.token_mask = grammars.token_mask(grammar, field=field)
+        decoder = self._decoder()
+        answer = self._answer_text(decoder, plain_words=plain_words, special_words=special_words)
+        return RequestParts(request, prompt_ids, answer, decoder)
+
+    def _grammar(self) -> str | None:
+        """Return the grammar of the answer, or None if it is free."""
+        response_format = self._config.response_format
+        if self._start is None:
+            return None if response_format is None else grammar_text(response_format)
+        response = None if response_format is None else response_grammar(response_format)
+        return self._loaded.chat_format.grammar(self._start, response)
+
+    def _decoder(self) -> AnswerDecoder:
+        skip_special = self._config.skip_special_tokens
+        if self._start is None:
+            tokenizer = self._loaded.tokenizer
+            return TextDecoder(TokenDetokenizer(tokenizer, skip_special, begins_text=False))
+        return self._loaded.chat_format.decoder(
+            self._start, skip_special=skip_special, constrained=self._constrained
+        )
+
+    def _answer_text(
+        self, decoder: AnswerDecoder, *, plain_words: list[str], special_words: list[str]
+    ) -> SpecialTokenStopFilter:
+        config, start = self._config, self._start
+        include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
+        gate = None
+        if special_words:
+            begins_text = start is not None and not start.continue_final_message
+            shown = TokenDetokenizer(
+                self._loaded.tokenizer, skip_special=False, begins_text=begins_text
+            )
+            # The stop word that ends first wins, so the gate searches all words. If the decoder
+            # splits the answer, the gate's text is not the content, so plain words are not its
+            # task.
+            words = special_words if decoder.splits else [*special_words, *plain_words]
+            gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
+        return SpecialTokenStopFilter(
+            decoder, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
+        )
+
+
+def check_prompt(
+    loaded: LoadedEngine,
+    prompt_ids: list[int],
+    *,
+    num_new: int,
+    max_tokens: int,
+    name: str = "prompt",
+) -> None:
+    """Raise OptionError if the engine can never serve a prompt.
+
+    Args:
+        num_new: tokens that must fit after the prompt.
+        max_tokens: the limit of a prompt plus its response.
+        name: the field that the error names.
+    """
+    if not prompt_ids:
+        raise OptionError(name, "is empty. It must have at least 1 token.")
+    session_len = loaded.session_len
+    wanted = len(prompt_ids) + num_new
+    got = f"has {len(prompt_ids)} tokens"
+    got += " and needs room for the answer, but" if num_new else ", but"
+    if wanted > max_tokens:
+        what, flag = f"session_len is {session_len}", flag_of("session_len")
+        if wanted <= session_len:
+            what = f"the KV cache holds {max_tokens} tokens"
+            flag = flag_of("cache_max_entry_count")
+        raise ContextLengthError(
+            name, f"{got} {what}. Shorten it or raise {flag}.", limit=max_tokens
+        )
+    top = max(prompt_ids)
+    if top >= loaded.vocab_size or min(prompt_ids) < 0:
+        bad = top if top >= loaded.vocab_size else min(prompt_ids)
+        raise OptionError(
+            name, f"contains token id {bad}. Ids must be 0 to {loaded.vocab_size - 1}."
+        )
 
 
 def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
@@ -53,6 +202,13 @@ def bad_sequences(config: GenerationConfig, tokenizer: Tokenizer) -> list[list[i
             if ids and ids not in sequences:
                 sequences.append(ids)
     return sequences
+
+
+def salt_bytes(salt: str | None) -> bytes:
+    """Return the 16 bytes of a salt in the prefix cache. None becomes zeros."""
+    if salt is None:
+        return bytes(16)
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def is_constrained(config: GenerationConfig) -> bool:

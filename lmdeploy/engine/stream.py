@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from lmdeploy.chat.detokenize import SpecialTokenStopFilter
 from lmdeploy.chat.formats.base import AnswerDecoder
+from lmdeploy.chat.stop_words import SpecialTokenStopFilter
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.response import FinishReason, Response
 
@@ -21,7 +22,9 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 
 
 class RequestStream:
-    """One response as an asynchronous iterator of chunks. The last chunk has a finish_reason.
+    """One response as an asynchronous iterator of chunks.
+
+    The last chunk has a finish_reason and nothing else: the others contain all text and tokens.
 
     Only the event loop that created the stream may use it. The stream keeps `prompt_ids` without a
     copy. It calls `forget` with its id when it needs no more outputs.
@@ -52,11 +55,20 @@ class RequestStream:
         self._num_released = 0
         self._num_prompt_logprobs = 0
         self._cached_tokens = 0
+        self._last: Response | None = None  # the chunk after the one that was returned
+
+    @property
+    def num_broken_calls(self) -> int:
+        """Return the number of tool calls so far that could not be parsed."""
+        return self._decoder.num_broken_calls
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> Response:
+        if self._last is not None and not self._done:
+            self._done = True
+            return self._last
         while not self._done:
             output = await self._queue.get()
             if self._done:
@@ -65,12 +77,14 @@ class RequestStream:
                 self._done = True
                 raise output
             chunk = self._assemble(output)
-            if chunk.finish_reason is not None:
+            if chunk.finish_reason is None:
+                if chunk.has_content:
+                    return chunk
+            elif chunk.has_content:
+                self._last = chunk.without_content()
+                return replace(chunk, finish_reason=None, error_code=None, error_message=None)
+            else:
                 self._done = True
-                return chunk
-            if chunk.token_ids or chunk.text or chunk.logits is not None or chunk.prompt_logprobs:
-                return chunk
-            if chunk.reasoning_content or chunk.tool_calls:
                 return chunk
         raise StopAsyncIteration
 
@@ -119,6 +133,7 @@ class RequestStream:
             error_message=output.error if reason == "error" else None,
             reasoning_content=aside.reasoning or None,
             tool_calls=aside.tool_calls or None,
+            stop_word=self._answer.stop_word if reason is not None else None,
         )
 
     def _push(self, tokens: list[int], logprobs: list[Any]) -> None:

@@ -10,13 +10,14 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "lmdeploy"
 # From the lowest layer to the highest. Packages of one row import nothing from each other.
 LAYERS = (
-    ("_turbomind", "version", "base"),
+    ("_turbomind", "version"),
+    ("base",),
     ("config",),
     ("models",),
     ("chat", "checkpoint"),
     ("response",),
     ("engine",),
-    ("pipeline",),
+    ("pipeline", "tokenizer"),
     ("lite",),
     ("serve",),
     ("api",),

@@ -142,16 +142,16 @@ def test_get_ppl_checks_all_prompts_before_running_any(pipe):
 )
 def test_pipeline_requests_in_flight_are_limited(pipe, monkeypatch, call):
     monkeypatch.setattr(loop_thread, "_MAX_IN_FLIGHT", 3)
-    cpp_engine, max_value = pipe.engine.loaded.cpp_engine, []
+    cpp_engine, in_flight = pipe.engine.loaded.cpp_engine, []
     submit = cpp_engine.submit
 
     def watched(request):
         submit(request)
-        max_value.append(len(pipe.engine._streams))
+        in_flight.append(len(pipe.engine._streams))
 
     monkeypatch.setattr(cpp_engine, "submit", watched)
     call(pipe)
-    assert len(max_value) == 20 and max(max_value) <= 3
+    assert len(in_flight) == 20 and max(in_flight) <= 3
 
 
 def test_get_ppl_failed_request_cancels_the_rest(pipe, monkeypatch):
@@ -180,7 +180,9 @@ def test_get_ppl_failed_request_cancels_the_rest(pipe, monkeypatch):
 def test_pipeline_grammar_is_compiled_once_per_call(pipe, monkeypatch):
     compiled = []
     make = Grammar.__init__
-    monkeypatch.setattr(Grammar, "__init__", lambda *args: compiled.append(1) or make(*args))
+    monkeypatch.setattr(
+        Grammar, "__init__", lambda *args, **more: compiled.append(1) or make(*args, **more)
+    )
     config = GenerationConfig(response_format={"type": "json_object"}, n=2)
     assert len(pipe(["a", "b", "c"], config)) == 6
     assert len(compiled) == 1
@@ -199,12 +201,11 @@ def test_get_ppl_failed_request_error_gives_the_reason(pipe, monkeypatch):
         (3, "prompts is 3"),
         ([3], r"prompts\[0\] is 3"),
         (["x", 5], r"^prompts\[1\] is 5"),
-        (["hi", "x" * 600], r"^prompts\[1\] has \d+ tokens"),
         ("x" * 600, r"^prompt has \d+ tokens"),
         ([{"role": "nobody", "content": "x"}], "role is 'nobody'"),
         ([{"role": "user", "content": 3}], "content is 3"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
-        ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls is not supported"),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls needs tool calls"),
     ],
 )
 def test_pipeline_invalid_prompt_is_named_in_the_error(pipe, bad, text):
@@ -377,3 +378,31 @@ def test_pipeline_script_without_close_exits_cleanly():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, b"stop\n")
     assert b"terminate" not in done.stderr
+
+
+def test_pipeline_too_long_prompt_of_a_batch_gets_an_error_and_others_are_answered(pipe):
+    prompts = ["a", "x" * 600, "x" * 5000, "b"]
+    answers = pipe(prompts, GenerationConfig(n=2))
+    assert [a.text for a in answers] == ["You said: A"] * 2 + [""] * 4 + ["You said: B"] * 2
+    for i, answer in enumerate(answers[2:6]):
+        assert (answer.index, answer.choice) == (1 + i // 2, i % 2)
+        assert (answer.finish_reason, answer.error_code) == ("error", "context_length_exceeded")
+        assert "session_len" in answer.error_message
+    ends = {c.index: c for c in pipe.stream_infer(prompts) if c.finish_reason is not None}
+    assert [ends[i].finish_reason for i in range(4)] == ["stop", "error", "error", "stop"]
+    with pytest.raises(ValueError, match="session_len is 512"):
+        pipe("x" * 600)
+    with pytest.raises(ValueError, match=r"^prompts\[1\] is 7"):
+        pipe(["x" * 600, 7])
+
+
+@pytest.mark.parametrize("max_tokens", [3, 100])
+def test_stream_infer_last_chunk_has_only_the_finish_reason(pipe, max_tokens):
+    config = GenerationConfig(max_new_tokens=max_tokens, logprobs=1)
+    *chunks, last = pipe.stream_infer("a", config)
+    assert all(chunk.finish_reason is None for chunk in chunks)
+    text = "You said: A"[:max_tokens]
+    assert last.finish_reason == ("length" if max_tokens == 3 else "stop")
+    assert (last.text, last.token_ids, last.logprobs) == ("", [], [])
+    assert last.generate_token_len == len(text) == sum(len(c.token_ids) for c in chunks)
+    assert "".join(chunk.text for chunk in chunks) == text

@@ -7,12 +7,13 @@ import pytest
 NAMES = {
     "lmdeploy": (
         "pipeline serve Pipeline TurbomindEngineConfig GenerationConfig ChatTemplateConfig "
-        "Response __version__"
+        "Response Tokenizer APIClient client __version__"
     ),
-    "lmdeploy.api": "pipeline serve",
+    "lmdeploy.api": "client pipeline serve",
     "lmdeploy.messages": "GenerationConfig Response ResponseType TurbomindEngineConfig",
     "lmdeploy.model": "ChatTemplateConfig",
     "lmdeploy.pipeline": "Pipeline",
+    "lmdeploy.tokenizer": "Tokenizer",
     "lmdeploy.version": "__version__ version_info",
     "lmdeploy.serve.openai.api_client": "APIClient",
 }

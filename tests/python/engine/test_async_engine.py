@@ -21,7 +21,7 @@ def test_submit_begins_text_only_for_a_new_chat_answer(monkeypatch):
     engine = make_engine()
     begun = []
 
-    def stream(skip_special, *, begins_text):
+    def stream(skip_special, *, begins_text, shown):
         begun.append(begins_text)
         return FakeTextStream(skip_special)
 
@@ -261,13 +261,14 @@ async def test_submit_sampling_fields_reach_the_request(engine):
         logit_bias={5: -1.0},
         bad_words=["q"],
         bad_token_ids=[9],
+        priority=-3,
     )
     stream = await engine.submit([1], config, index=1)
     request = engine.loaded.cpp_engine.requests[-1]
     assert (request.do_sample, request.temperature, request.top_k) == (True, 0.5, 7)
     assert request.seed == 0 and request.logit_bias == [(5, -1.0)]
     assert request.bad_sequences == [[9], [ord("q")], [ord(" "), ord("q")]]
-    assert request.eos_ids == [EOS]
+    assert request.eos_ids == [EOS] and request.priority == -3
     stream.close()
     await collect(engine, "x", GenerationConfig(do_sample=True, temperature=0.0))
     assert engine.loaded.cpp_engine.requests[-1].do_sample is False
@@ -377,9 +378,10 @@ async def test_generate_returns_prompt_logprobs(engine):
 def test_cache_line_describes_the_kv_cache(engine):
     line = engine.cache_line()
     assert line == (
-        "KV cache: mode nvfp4, quality balanced (K rotation, scale search, first 64 and newest 64+ "
-        "tokens in 16 bit), 100 bytes per token + 5,000 per sequence, 640 tokens fit in 1.0 MiB; "
-        "a session of 512 tokens takes 0.1 MiB, 2.50x less than in 16 bit (300 bytes per token)"
+        "KV cache: format nvfp4, quality balanced (K rotation, scale search, first 64 and newest "
+        "64+ tokens in 16 bit), 100 bytes per token + 5,000 per sequence, 640 tokens fit in "
+        "1.0 MiB; a session of 512 tokens takes 0.1 MiB, 2.50x less than in 16 bit (300 bytes per "
+        "token)"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,10 @@ from tiny_engine import (
     shapes,
 )
 
+import lmdeploy
 from lmdeploy import _turbomind as tm
 from lmdeploy.base.checks import OptionError
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 
 MODES = reported_formats()
 
@@ -160,6 +163,15 @@ def test_cancel_ends_the_request(engine: Any) -> None:
     outputs = collect(engine)
     assert outputs[-1].finish_reason == "cancelled" and len(outputs) <= 2
     engine.cancel(1)
+
+
+def test_stub_has_every_kv_format() -> None:
+    stub = ast.parse(Path(lmdeploy.__file__).with_name("_turbomind.pyi").read_text())
+    (formats,) = (
+        node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "KvFormat"
+    )
+    names = [ast.unparse(node.targets[0]) for node in formats.body if isinstance(node, ast.Assign)]
+    assert names == [member.name for member in tm.KvFormat]
 
 
 def test_enum_setters_unknown_name_lists_the_choices() -> None:

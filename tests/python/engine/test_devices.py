@@ -22,7 +22,7 @@ from tiny_models import TinyModel, make_model, save_model
 from lmdeploy import TurbomindEngineConfig, _turbomind
 from lmdeploy.cli import check_env
 from lmdeploy.cli.main import main
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.engine import devices
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.engine.plan import engine_config_of
@@ -156,9 +156,8 @@ def test_open_device_requested_gpu_without_cuda_raises_value_error():
             devices.open_device(TurbomindEngineConfig(**options))
         text = str(caught.value)
         assert "\n" not in text and re.search(r"[^.]\. Change --device or --devices\.$", text)
-    for call in (_turbomind.make_cuda_device, _turbomind.cuda_free_bytes):
-        with pytest.raises(_turbomind.InvalidArgument, match="CUDA is not used"):
-            call(0)
+    with pytest.raises(_turbomind.InvalidArgument, match="CUDA is not used"):
+        _turbomind.make_cuda_device(0)
 
 
 def test_api_server_missing_gpu_is_a_one_line_error(capsys):
@@ -171,8 +170,9 @@ def test_api_server_missing_gpu_is_a_one_line_error(capsys):
 def test_open_device_auto_without_cuda_uses_the_cpu(caplog, monkeypatch, tmp_path):
     caplog.set_level("INFO", "lmdeploy")
     opened = devices.open_device(TurbomindEngineConfig(num_threads=1))
-    assert opened.gpu is None and opened.device.capability.generation == "CPU"
-    assert opened.line.startswith("device: cpu (") and opened.free_bytes() > 1 << 20
+    assert opened.free_bytes is None and opened.capability.generation == "CPU"
+    assert devices.device_line(opened).startswith("device: cpu (")
+    assert devices.free_bytes(opened) > 1 << 20
     assert [(r.levelname, "CUDA is not used" in r.message) for r in caplog.records] == [
         ("INFO", True)
     ]
@@ -208,7 +208,7 @@ def test_engine_config_rejects_contradicting_device_options():
 def test_resolve_kv_options_fp4_depends_on_the_gpu(policy, gpu, mode):
     config = TurbomindEngineConfig(quant_policy=policy)
     options = resolve_kv_options(config, [0, 0], capability=_turbomind.cuda_capability(gpu))
-    assert options.mode == mode
+    assert options.format == mode
     asked = str(policy) in ("fp4", "16")
     assert bool(options.note) == (asked and mode == "mxfp4")
     assert "nvfp4 is more accurate" in options.note or not options.note
@@ -217,9 +217,9 @@ def test_resolve_kv_options_fp4_depends_on_the_gpu(policy, gpu, mode):
 def test_resolve_kv_options_rejects_too_old_gpu():
     config = TurbomindEngineConfig(quant_policy="nvfp4", strict_arch=True)
     gpu = _turbomind.cuda_capability
-    with pytest.raises(ValueError, match=r"strict_arch=True needs SM 100 or higher, but .* SM 90"):
+    with pytest.raises(ValueError, match=r"is SM 90\. It must be SM 100 .*strict_arch=True"):
         resolve_kv_options(config, [0], capability=gpu(90))
-    assert resolve_kv_options(config, [0], capability=gpu(100)).mode == "nvfp4"
+    assert resolve_kv_options(config, [0], capability=gpu(100)).format == "nvfp4"
     with pytest.raises(ValueError, match="SM 75"):
         resolve_kv_options(TurbomindEngineConfig(quant_policy=16), [0], capability=gpu(75))
 
@@ -325,7 +325,7 @@ def test_check_env_runs_without_a_driver():
 def test_check_env_with_a_gpu_reports_it(shim):
     code = "from lmdeploy.cli.check_env import *; print('\\n'.join([*gpus(), *kv_formats()]))"
     text = run(code, shim)
-    assert re.match(r"device: GPU 0, \S+, SM 90, 4\.0 GiB", text)
+    assert re.match(r"device: GPU 0, \S+, SM 90, 4\.0 GiB, 4\.0 GiB free", text)
     assert re.search(r"^  fp4 means +nvfp4 +mxfp4$", text, re.M)
 
 
@@ -348,7 +348,7 @@ from lmdeploy import TurbomindEngineConfig
 from lmdeploy.engine import devices
 devices.usable_cores = lambda: int(sys.argv[1])
 asked = int(sys.argv[2]) or None
-print(devices.open_device(TurbomindEngineConfig(num_threads=asked)).line)
+print(devices.device_line(devices.open_device(TurbomindEngineConfig(num_threads=asked))))
 """
     for cores, asked, threads in ((5, 0, "5 threads"), (99, 0, "16 threads"), (5, 1, "1 thread")):
         assert f"sm 90, {threads});" in run(code, shim, str(cores), str(asked))
@@ -365,7 +365,7 @@ def checkpoint(tmp_path_factory) -> str:
 def test_pipeline_on_a_gpu_gives_logits_of_the_cpu(shim, checkpoint, policy, mode):
     ask = (policy, "16", QUESTION)
     lines, tokens, logits = json.loads(run(ANSWER, shim, checkpoint, "auto", *ask))
-    assert "cuda" in lines[0] and f"KV cache: mode {mode}" in lines[1]
+    assert "cuda" in lines[0] and f"KV cache: format {mode}" in lines[1]
     assert ("nvfp4 is more accurate" in lines[1]) == (policy == "fp4")
     wanted = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", mode, *ask[1:]))
     assert wanted[0][0].startswith("device: cpu") and len(tokens) == len(wanted[1]) == 4
@@ -395,7 +395,7 @@ def test_cublas_lt_files_finds_libraries_of_wheels(tmp_path, monkeypatch):
     assert devices.cublas_lt_files() == []
 
 
-PRODUCTS = """
+GEMM_BACKEND = """
 import sys
 from lmdeploy import _turbomind
 device = _turbomind.make_cuda_device(0, sys.argv[1] == "deterministic", cublas_lt=sys.argv[2:])
@@ -407,12 +407,12 @@ def test_gemm_backend_reports_the_library_or_our_kernels(shim, tmp_path):
     # The shim loads a stand-in for cuBLASLt only if it is named.
     stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
     own = "own kernels ({})".format
-    assert run(PRODUCTS, shim, "", str(stand_in)) == own("no library was given")
-    assert run(PRODUCTS, shim, "", cublas_lt=stand_in) == "cuBLASLt 13.1"
-    assert run(PRODUCTS, shim, "deterministic", cublas_lt=stand_in) == own("deterministic")
-    assert run(PRODUCTS, shim, "", cublas_lt="none") == own("cannot find none")
+    assert run(GEMM_BACKEND, shim, "", str(stand_in)) == own("no library was given")
+    assert run(GEMM_BACKEND, shim, "", cublas_lt=stand_in) == "cuBLASLt 13.1"
+    assert run(GEMM_BACKEND, shim, "deterministic", cublas_lt=stand_in) == own("deterministic")
+    assert run(GEMM_BACKEND, shim, "", cublas_lt="none") == own("cannot find none")
     text = "from lmdeploy.cli.check_env import gpus; print(*gpus())"
-    assert run(text, shim, cublas_lt=stand_in).endswith("; products: cuBLASLt 13.1")
+    assert run(text, shim, cublas_lt=stand_in).endswith("; matrix multiplication: cuBLASLt 13.1")
 
 
 def test_pipeline_with_cublas_lt_gives_logits_of_our_kernels(shim, checkpoint):
@@ -420,7 +420,7 @@ def test_pipeline_with_cublas_lt_gives_logits_of_our_kernels(shim, checkpoint):
     ask = (checkpoint, "cuda", "none", "80", QUESTION * 4)
     stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
     lines, _, logits = json.loads(run(ANSWER, shim, *ask, cublas_lt=stand_in))
-    assert lines[0].endswith("; products: cuBLASLt 13.1")
+    assert lines[0].endswith("; matrix multiplication: cuBLASLt 13.1")
     lines, _, wanted = json.loads(run(ANSWER, shim, *ask))
     assert "own kernels" in lines[0]
     error = np.abs(np.subtract(logits[0], wanted[0])).max()

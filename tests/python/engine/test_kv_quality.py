@@ -10,7 +10,7 @@ import pytest
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.cli.main import main, make_parser
-from lmdeploy.config.kv_formats import MAX_TABLE_BYTES, FormatPair, parse_cache_format
+from lmdeploy.config.kv_format_options import MAX_TABLE_BYTES, FormatPair, parse_cache_format
 from lmdeploy.engine.kv_quality import KvOptions, apply_kv_options, resolve_kv_options
 
 FULL = [0, 0, 0, 0]
@@ -182,8 +182,8 @@ def test_engine_config_equal_formats_given_twice_are_accepted():
 def test_resolve_kv_options_formats_by_side_are_used():
     options = resolve(kv_cache_format="k=fp8_e4m3, v=nvfp4")
     assert options.layers == (FormatPair("fp8", "nvfp4"),) * 4
-    assert (options.mode, options.quality) == ("k=fp8,v=nvfp4", "balanced")
-    assert resolve(kv_cache_format="k=fp4,v=fp4").mode == "nvfp4"  # on the CPU, fp4 means nvfp4
+    assert (options.format, options.quality) == ("k=fp8,v=nvfp4", "balanced")
+    assert resolve(kv_cache_format="k=fp4,v=fp4").format == "nvfp4"  # on the CPU, fp4 means nvfp4
 
 
 def names(windows, table):
@@ -223,7 +223,7 @@ def test_engine_config_yaml_table_is_read(tmp_path):
     path.write_text("default: nvfp4  # four bits\n0: int8\n2-3: k=fp8,v=nvfp4\n")
     options = resolve(kv_cache_format=str(path))
     assert [str(pair) for pair in options.layers] == ["int8", "nvfp4"] + ["k=fp8,v=nvfp4"] * 2
-    assert (options.mode, options.quality, options.scale_search) == ("mixed", "balanced", True)
+    assert (options.format, options.quality, options.scale_search) == ("mixed", "balanced", True)
     assert TurbomindEngineConfig(kv_cache_format=str(path)).kv_format == "mixed"
     with pytest.raises(ValueError, match="contradicts kv_cache_format"):
         TurbomindEngineConfig(kv_cache_format=str(path), quant_policy="nvfp4")
@@ -314,8 +314,9 @@ LISTED = [
 
 @pytest.mark.parametrize("pair", UNLISTED)
 def test_engine_config_pair_without_kernels_is_rejected(pair):
+    wanted = r"one format for both, or none, int8.* for K with nvfp4, int4.* for V"
     for given in (pair, {"default": "none", 3: pair}):
-        with pytest.raises(ValueError, match=r"A layer cannot combine KV format .*Change kv_cache"):
+        with pytest.raises(ValueError, match=rf"^kv_cache_format is k=.* It must be {wanted}"):
             TurbomindEngineConfig(kv_cache_format=given)
 
 

@@ -289,7 +289,7 @@ def test_evaluate_two_layers_of_smollm2_equals_reference(tmp_path: Path) -> None
     """Compare KL and perplexity of real weights, with a calibration file written by the command."""
     from reference import smollm2
 
-    from lmdeploy.config.kv_formats import FormatPair
+    from lmdeploy.config.kv_format_options import FormatPair
     from lmdeploy.engine.kv_calibration import engine_constants, write_calibration
     from lmdeploy.lite.calibrate import CalibrationOptions, calibrate
     from lmdeploy.lite.divergence import cache_variants, evaluate

@@ -13,8 +13,8 @@ from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.template import PromptTemplate
-from lmdeploy.config.kv_formats import FormatPair
+from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.config.kv_format_options import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.kv_quality import KvOptions
 from lmdeploy.engine.load import LoadedEngine
@@ -67,8 +67,17 @@ class FakeTokenizer:
         stream = self.stream(skip_special)
         return "".join(stream.push(i) for i in ids) + stream.finish()
 
-    def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> FakeTextStream:
+    def stream(
+        self,
+        skip_special: bool = True,
+        *,
+        begins_text: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> FakeTextStream:
         return FakeTextStream(skip_special, self)
+
+    def split_added(self, text: str) -> list[int | str]:
+        return [text]
 
     def token_bytes(self, token: int) -> bytes:
         if token >= self.vocab_size:  # as in the real tokenizer
@@ -107,6 +116,12 @@ class HarmonyTokenizer(FakeTokenizer):
     def decode(self, ids: Any, skip_special: bool = True) -> str:
         kept = [i for i in ids if i < 256 or not skip_special]
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def split_added(self, text: str) -> list[int | str]:
+        parts = re.split(r"(<\|(?:" + "|".join(HARMONY) + r")\|>)", text)
+        ids = [self.token_id(part) for part in parts]
+        pairs = zip(parts, ids, strict=True)
+        return [part if token is None else token for part, token in pairs if part]
 
     def token_id(self, token: str) -> int | None:
         return 257 + self.names.index(token) if token in self.names else None
@@ -320,6 +335,7 @@ def make_engine(
             chat_template=PromptTemplate(ChatTemplate(source, origin="test")) if source else None,
             vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
             session_len=session_len,
+            block_tokens=64,
             eos_ids=[EOS, *ends],
             chat_format=chat_format,
             kv=BALANCED,
