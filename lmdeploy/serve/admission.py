@@ -25,15 +25,19 @@ class Admission:
         self.num_requests = 0
         self.num_tokens = 0
 
+    def check(self) -> None:
+        """Raise ApiError 503 if the limit is reached."""
+        if self._max_requests is not None and self.num_requests >= self._max_requests:
+            raise _full(
+                f"It already serves {self.num_requests} requests (--max-concurrent-requests)."
+            )
+
     def enter(self) -> AdmissionSlot:
         """Reserve a slot for one request until `leave()`.
 
         Raises ApiError 503 if the limit is reached.
         """
-        if self._max_requests is not None and self.num_requests >= self._max_requests:
-            raise _full(
-                f"It already serves {self.num_requests} requests (--max-concurrent-requests)."
-            )
+        self.check()
         return AdmissionSlot(self)
 
 

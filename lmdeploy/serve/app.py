@@ -18,10 +18,15 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
 from lmdeploy.serve.admission import Admission
 from lmdeploy.serve.auth import AuthMiddleware
-from lmdeploy.serve.errors import ApiError, error_response, to_api_error
+from lmdeploy.serve.errors import ApiError, error_response, refusal
+from lmdeploy.serve.http.bodies import BodyReader
+from lmdeploy.serve.http.origins import LOCAL_ORIGIN, OriginMiddleware, accepted_hosts
+from lmdeploy.serve.http.response_store import ResponseStore
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.routes.base import BODIES, BODY_REFERENCE
+from lmdeploy.serve.routes.documentation import finish_schema
+from lmdeploy.serve.routes.web import PUBLIC_PATHS
 from lmdeploy.serve.state import ServerOptions, ServerState
 from lmdeploy.version import __version__
 
@@ -37,8 +42,13 @@ def make_app(
         name,
         ServerMetrics(engine, name),
         Admission(options.max_concurrent_requests),
+        asyncio.Lock(),
+        BodyReader(),
+        ResponseStore(),
         enable_metrics=enable_metrics,
         enable_abort_handling=options.enable_abort_handling,
+        enable_web_page=not options.disable_web_page,
+        max_log_len=options.max_log_len,
         created=int(time.time()),
     )
 
@@ -57,20 +67,37 @@ def make_app(
         openapi_url=None if docs is None else "/openapi.json",
     )
     _add_errors(app)
-    app.add_middleware(AuthMiddleware, api_keys=options.api_keys)
-    if options.allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.allow_origins,
-            allow_credentials=options.allow_credentials,
-            allow_methods=options.allow_methods,
-            allow_headers=options.allow_headers,
-        )
+    app.add_middleware(
+        AuthMiddleware,
+        api_keys=options.api_keys,
+        public_paths=("/health", *PUBLIC_PATHS),
+        share_prefix_cache=options.share_prefix_cache,
+    )
+    _check_origins(app, options)
     app.state.server = state
     for router in ROUTERS:
         app.include_router(router)
-    _describe_bodies(app)
+    _describe_api(app, has_keys=bool(options.api_keys))
     return app
+
+
+def _check_origins(app: FastAPI, options: ServerOptions) -> None:
+    """Refuse requests of foreign pages, and tell browsers which pages may read responses."""
+    is_default = options.allow_origins is None
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=options.allow_origins or (),
+        allow_origin_regex=LOCAL_ORIGIN if is_default else None,
+        allow_credentials=options.allow_credentials,
+        allow_methods=options.allow_methods,
+        allow_headers=options.allow_headers,
+    )
+    # The middleware that is added last runs first.
+    app.add_middleware(
+        OriginMiddleware,
+        allow_origins=options.allow_origins,
+        allowed_hosts=accepted_hosts(options.server_name, options.allowed_hosts),
+    )
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -79,7 +106,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(OptionError)
     @app.exception_handler(EngineFailure)
     async def on_error(_: Request, error: Exception) -> Response:
-        return error_response(to_api_error(error))
+        return refusal(error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -96,8 +123,8 @@ def _add_errors(app: FastAPI) -> None:
         return response
 
 
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the schemas of all request bodies to /openapi.json, so that /docs can send them."""
+def _describe_api(app: FastAPI, *, has_keys: bool) -> None:
+    """Add the request bodies to /openapi.json, so that /docs can send them, and the API keys."""
     make_schema = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -108,6 +135,7 @@ def _describe_bodies(app: FastAPI) -> None:
             [(body, "validation") for body in BODIES], ref_template=BODY_REFERENCE
         )
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        finish_schema(schema, has_keys=has_keys)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,8 +1,9 @@
-"""① The outermost layer of the server: it checks API keys and catches every exception."""
+"""① Checks API keys and catches every exception."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 from collections.abc import Sequence
@@ -10,35 +11,48 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
-from lmdeploy.serve.errors import ApiError, error_response, to_api_error
+from lmdeploy.serve.errors import ApiError, error_response, refusal
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("lmdeploy")
 
-PUBLIC_PATHS = ("/health",)
-
 
 class AuthMiddleware:
-    """ASGI middleware that checks the API key of every request except /health.
+    """ASGI middleware that checks the API key of every request except those to `public_paths`.
 
-    Without `api_keys` every request passes.
+    Without `api_keys` every request passes. Unless `share_prefix_cache` is set, the state of a
+    request gets a salt of its key, because the time and `cached_tokens` of a response would tell
+    one client the prompts of another.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str] = (),
+        public_paths: Sequence[str] = (),
+        share_prefix_cache: bool = False,
+    ) -> None:
         self._app = app
+        self._public_paths = frozenset(public_paths)
         self._keys = [key.encode() for key in api_keys]
+        self._shares = share_prefix_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if not self._allowed(scope):
+        key = self._matching_key(scope)
+        if key is None and not self._is_public(scope):
             message = "Invalid or missing API key. Send `Authorization: Bearer <key>`."
             refused = ApiError(401, message, param="authorization")
-            await error_response(refused)(scope, receive, send)
+            await error_response(refused, scope["path"])(scope, receive, send)
             return
+        if key is not None and not self._shares:
+            scope.setdefault("state", {})["key_salt"] = hashlib.sha256(key).hexdigest()
         started = False
 
         async def note_start(message: Message) -> None:
@@ -52,16 +66,28 @@ class AuthMiddleware:
             logger.info("%s: the request was cancelled because the server stops", scope["path"])
             if not started:
                 stops = ApiError(503, "The server is stopping. Try again later.")
-                await error_response(stops)(scope, receive, send)
+                await error_response(stops, scope["path"])(scope, receive, send)
         except Exception as error:
-            told = to_api_error(error)
+            response = refusal(error, scope["path"])
             if not started:
-                await error_response(told)(scope, receive, send)
+                await response(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
-        if not self._keys or scope["path"] in PUBLIC_PATHS or scope["method"] == "OPTIONS":
-            return True
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    def _is_public(self, scope: Scope) -> bool:
+        return not self._keys or scope["path"] in self._public_paths or scope["method"] == "OPTIONS"
+
+    def _matching_key(self, scope: Scope) -> bytes | None:
+        headers = Headers(scope=scope)
+        given = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        if "authorization" in headers:
+            scheme, _, given = headers["authorization"].partition(" ")
+            if scheme.lower() != "bearer":
+                return None
         # Compare with every key in constant time, so that the time reveals nothing about a key.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [key for key in self._keys if hmac.compare_digest(given.strip().encode(), key)]
+        return matches[0] if matches else None
+
+
+def with_key_salt(request: Request, cache_salt: str | None) -> str | None:
+    """Return the salt of a request's own `cache_salt` and of its API key."""
+    key_salt: str | None = getattr(request.state, "key_salt", None)
+    return cache_salt if key_salt is None else f"{key_salt} {cache_salt or ''}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from lmdeploy.base.checks import OptionError
+from lmdeploy.base.checks import ContextLengthError, OptionError
 from lmdeploy.chat.tokenizer import without_surrogates
 from lmdeploy.engine.async_engine import EngineFailure
 
@@ -17,9 +18,13 @@ logger = logging.getLogger("lmdeploy")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
 }
 # The engine's name of an option → the field of a request.
 _FIELDS = {
@@ -37,6 +42,7 @@ class ApiError(Exception):
         status: HTTP status code.
         message: the text for the client.
         param: the request field that is wrong, if it is one field.
+        code: the kind of error for programs. None uses the status.
         retry_after: seconds after which the client may retry, for the header `Retry-After`.
     """
 
@@ -46,12 +52,14 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
+        code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.code = code
         self.retry_after = retry_after
 
 
@@ -66,6 +74,10 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, OptionError):
         told = error.renamed(_FIELDS.get(error.field, error.field))
+        if isinstance(told, ContextLengthError):
+            # Clients recognize an overflow by this beginning or by the code.
+            message = f"This model's maximum context length is {told.limit} tokens. However, {told}"
+            return ApiError(400, message, param=told.field, code="context_length_exceeded")
         return ApiError(400, str(told), param=told.field)
     if isinstance(error, EngineFailure):
         return ApiError(503, str(error))
@@ -81,7 +93,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
             "message": " ".join(error.message.split()),
             "type": _TYPES.get(error.status, "server_error"),
             "param": error.param,
-            "code": error.status,
+            "code": error.status if error.code is None else error.code,
         }
     }
 
@@ -99,9 +111,36 @@ class JsonResponse(JSONResponse):
         return json_bytes(content)
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    """Return the HTTP response of an error, with the headers of 401 and 503."""
+ErrorForm = Callable[[ApiError], dict[str, Any]]
+# Beginning of a path → the form of errors in the API to which the path belongs.
+ERROR_FORMS: dict[str, ErrorForm] = {}
+
+
+def error_response(error: ApiError, path: str = "") -> JsonResponse:
+    """Return the HTTP response of an error at a path, with the headers of 401, 408 and 503."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status == 408:
+        headers["Connection"] = "close"
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
-    return JsonResponse(error_body(error), error.status, headers)
+    forms = [form for beginning, form in ERROR_FORMS.items() if path.startswith(beginning)]
+    return JsonResponse((forms or [error_body])[0](error), error.status, headers)
+
+
+def refusal(error: Exception, path: str = "") -> JsonResponse:
+    """Return the response of an exception at a path, and free what the exception holds.
+
+    The frames of a traceback hold the body of the request and often the exception itself. Without
+    that cycle, the memory is freed at once and not by a later run of the garbage collector.
+    """
+    response = error_response(to_api_error(error), path)
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return response
+
+
+def client_gone() -> ApiError:
+    """Return the error of a request whose client has disconnected."""
+    return ApiError(400, "The client disconnected.")

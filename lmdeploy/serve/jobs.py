@@ -31,12 +31,17 @@ MAX_LOGPROB_VALUES = 1 << 22  # about 100 bytes each
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request. AsyncEngine.submit documents `start` and `grammar`."""
+    """A checked request. AsyncEngine.submit documents `start`."""
 
     prompts: list[list[int]]
     config: GenerationConfig
     start: AnswerStart | None = None
-    grammar: str | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether a grammar constrains the answers."""
+        tool_use = None if self.start is None else self.start.tool_use
+        return is_constrained(self.config) or (tool_use is not None and tool_use.is_constrained)
 
 
 @dataclass
@@ -112,20 +117,21 @@ async def encode_prompts(
     return result
 
 
-def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_tokens: int) -> None:
+def check_size(prepared: PreparedRequest, *, max_tokens: int) -> None:
     """Check the number of choices, prompt tokens and log probabilities of one request.
 
-    `max_tokens` is the limit of a prompt plus its response. Raises OptionError above a limit.
+    `max_tokens` is the limit of a prompt plus its response. Raise OptionError above a limit.
     """
+    prompts, config = prepared.prompts, prepared.config
     num_answers = len(prompts) * config.n
-    max_value, where = MAX_ANSWERS, ""
-    if is_constrained(config):
-        max_value, where = MAX_GRAMMAR_ANSWERS, " with response_format"
-    if num_answers > max_value:
+    limit, where = MAX_ANSWERS, ""
+    if prepared.has_grammar:
+        limit, where = MAX_GRAMMAR_ANSWERS, " with a grammar"
+    if num_answers > limit:
         raise OptionError(
             "n",
             f"is {config.n} for each of {len(prompts)} prompts. One request may have at most "
-            f"{max_value} answers{where}.",
+            f"{limit} answers{where}.",
         )
     num_tokens = sum(len(ids) for ids in prompts) * config.n
     if num_tokens > MAX_PROMPT_TOKENS:
@@ -165,7 +171,6 @@ async def submit_all(engine: AsyncEngine, prepared: PreparedRequest) -> list[Job
                     config,
                     index=choice,
                     start=prepared.start,
-                    grammar=prepared.grammar,
                     grammars=grammars,
                 )
                 jobs.append(Job(len(jobs), prompt_index, stream))

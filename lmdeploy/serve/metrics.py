@@ -38,12 +38,15 @@ class _EngineCollector(Collector):
             "kv_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
             "kv_cache_blocks_total": ("KV blocks.", stats.blocks_total),
             "kv_cache_blocks_cached": ("KV blocks kept for prefix reuse.", stats.blocks_cached),
-            "kv_cache_hot_blocks_total": (
+            "kv_cache_window_blocks_total": (
                 "Blocks in the 16-bit pools.",
                 stats.window16_blocks_total,
             ),
-            "kv_cache_hot_blocks_active": ("16-bit blocks in use.", stats.window16_blocks_active),
-            "kv_cache_hot_blocks_cached": (
+            "kv_cache_window_blocks_active": (
+                "16-bit blocks in use.",
+                stats.window16_blocks_active,
+            ),
+            "kv_cache_window_blocks_cached": (
                 "16-bit blocks kept for prefix reuse.",
                 stats.window16_blocks_cached,
             ),
@@ -53,6 +56,8 @@ class _EngineCollector(Collector):
             ),
             "engine_healthy": ("1 if the engine is healthy, else 0.", int(self._engine.healthy)),
         }
+        # Dashboards may still read the names with "hot".
+        gauges |= {n.replace("_window_", "_hot_"): g for n, g in gauges.items() if "_window_" in n}
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
             gauge.add_metric(self._labels, value)
@@ -119,6 +124,19 @@ class ServerMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        # The names of unknown fields are not labels: clients choose them, so they are unlimited.
+        self._unknown_fields = Counter(
+            "lmdeploy:request_unknown_fields_total",
+            "Unknown fields of requests, which are ignored. DEBUG messages name them.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
+        self._broken_calls = Counter(
+            "lmdeploy:broken_tool_calls_total",
+            "Tool calls in responses that could not be parsed. Their text is content.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Seconds until the first token.", buckets=_SECONDS
         )
@@ -154,6 +172,10 @@ class ServerMetrics:
         """Return the metrics in Prometheus text format."""
         return generate_latest(self.registry)
 
+    def count_unknown_fields(self, number: int) -> None:
+        """Count the unknown fields of a request."""
+        self._unknown_fields.inc(number)
+
     async def observe(self, stream: RequestStream) -> AsyncGenerator[Response, None]:
         """Yield the chunks of `stream` and time them. Closing the generator cancels the request."""
         begin = last = stream.created
@@ -171,6 +193,7 @@ class ServerMetrics:
                 yield chunk
         finally:
             stream.close()
+            self._broken_calls.inc(stream.num_broken_calls)
             self._end(chunk, begin, first=first)
 
     def _end(self, chunk: Response | None, begin: float, *, first: float | None) -> None:

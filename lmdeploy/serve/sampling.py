@@ -5,18 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lmdeploy.base.checks import refuse
-from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.base.checks import refuse, user_path
+from lmdeploy.base.files import read_json_object
+from lmdeploy.config.generation import GenerationConfig, sampling_defaults
 from lmdeploy.serve.schema import SamplingFields
 
+_MAX_FILE_BYTES = 1 << 20
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def read_sampling(generation_config: str) -> dict[str, Any] | None:
+    """Return the defaults of the sampling fields. None means the model's own.
+
+    Args:
+        generation_config: "auto" (the model's own), "none", or the path of a
+            generation_config.json or of its folder.
+
+    Raises:
+        ValueError: if the file cannot be read.
+    """
+    if generation_config == "auto":
+        return None
+    if generation_config == "none":
+        return sampling_defaults({})
+    path = user_path("generation_config", generation_config, flag="--generation-config")
+    if path.is_dir():
+        path = path / "generation_config.json"
+    if not path.is_file():
+        wanted = "auto, none, or the path of a generation_config.json or of its folder"
+        flag = "--generation-config"
+        raise refuse("generation_config", generation_config, wanted=wanted, flag=flag)
+    return sampling_defaults(read_json_object(path, _MAX_FILE_BYTES))
 
 
 @dataclass
 class Limits:
     """The options that each endpoint derives from fields of its own."""
 
-    max_new_tokens: int | None  # None allows all tokens that session_len leaves
+    max_new_tokens: int | None  # None and -1 allow all tokens that session_len leaves
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -27,8 +53,8 @@ def make_config(
 ) -> GenerationConfig:
     """Return the GenerationConfig of a request.
 
-    Fields that are None take the model's defaults. If a request sets a sampling field, tokens are
-    sampled even if the model's default is greedy.
+    Fields that are None take the model's defaults. If a request sets a sampling field but not
+    do_sample, tokens are sampled even if the model's default is greedy.
 
     Args:
         room: max_new_tokens if the limits set none.
@@ -41,7 +67,13 @@ def make_config(
         value = getattr(fields, name)
         return model_defaults[name] if value is None else value
 
-    says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
+    do_sample = fields.do_sample
+    if do_sample is None:
+        says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
+        do_sample = says_how or model_defaults["do_sample"]
+    min_new_tokens = fields.min_new_tokens
+    if min_new_tokens is None:
+        min_new_tokens = fields.min_tokens
     try:
         bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     except ValueError:
@@ -50,12 +82,12 @@ def make_config(
         ) from None
     return GenerationConfig(
         n=limits.n,
-        max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
-        min_new_tokens=fields.min_new_tokens,
-        do_sample=says_how or model_defaults["do_sample"],
+        max_new_tokens=room if limits.max_new_tokens in (None, -1) else limits.max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        do_sample=do_sample,
         temperature=float(sampling("temperature")),
         top_p=float(sampling("top_p")),
-        top_k=sampling("top_k"),
+        top_k=max(sampling("top_k"), 0),
         min_p=float(sampling("min_p")),
         repetition_penalty=float(sampling("repetition_penalty")),
         presence_penalty=fields.presence_penalty or 0.0,
@@ -63,6 +95,7 @@ def make_config(
         random_seed=None if fields.seed is None else fields.seed % 2**64,
         stop_words=[fields.stop] if isinstance(fields.stop, str) else fields.stop,
         stop_token_ids=fields.stop_token_ids,
+        bad_words=fields.bad_words,
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
         spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
@@ -71,4 +104,6 @@ def make_config(
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
         response_format=fields.response_format,
+        cache_salt=fields.cache_salt,
+        priority=fields.priority or 0,
     )

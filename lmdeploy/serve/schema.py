@@ -1,16 +1,25 @@
 """① Request schemas with the names and defaults of LMDeploy 0.18, checked strictly.
 
-A field of LMDeploy's or OpenAI's API that is not supported is accepted only with a value that means
-"not used". Other values and unknown fields are rejected by name.
+A field that changes the answer and is not supported is accepted only with a value that means "not
+used". Other values are rejected by name. Fields that change nothing and unknown fields are ignored.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from lmdeploy.base.checks import show
 from lmdeploy.config.generation import (
@@ -18,36 +27,57 @@ from lmdeploy.config.generation import (
     MAX_N,
     MAX_TOKEN_IDS,
 )
+from lmdeploy.config.unsupported import ANY
 from lmdeploy.serve.errors import ApiError
 
-MAX_BODY_BYTES = 32 << 20
+logger = logging.getLogger("lmdeploy")
+
 # Limit of the JSON values of a body: 32 MiB of `[],` would become eleven million lists.
 MAX_BODY_VALUES = 1 << 21
 MAX_PROMPTS = 1024
-_MAX_SHOWN = 100
+_MAX_NAMED = 8  # unknown fields in a log message
 _TEXT = re.compile(rb'"[^"]*"')  # a string, once escaped quotes are removed
 
 # fail_fast reports only the first wrong item. An error takes hundreds of bytes.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+# Some clients send Booleans as texts.
+Flag = Annotated[
+    bool,
+    BeforeValidator(
+        lambda value: (
+            {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+        )
+    ),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["true", "false"]}]}),
+]
+# -1 means "no limit", as in LMDeploy and SGLang.
+TokenLimit = Annotated[int, Field(ge=1, lt=2**31)] | Literal[-1]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]  # -1 and 0 allow all tokens
 # Field that is not supported → the values that mean "not used".
 Unsupported = dict[str, tuple[Any, ...]]
 R = TypeVar("R", bound="ApiRequest")
 
 
 class ApiRequest(BaseModel):
-    """Base of all requests: strict types, no NaN, no unknown fields."""
+    """Base of all requests: strict types and no NaN. Unknown fields are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     unsupported: ClassVar[Unsupported] = {}
+    _num_unknown: int = PrivateAttr(default=0)
+
+    @property
+    def num_unknown(self) -> int:
+        """Return the number of unknown fields in the body."""
+        return self._num_unknown
 
 
 class StreamOptions(ApiRequest):
-    """The field `stream_options`. Obfuscation (random padding of chunks) is not supported."""
+    """The field `stream_options`. `include_obfuscation` (random padding) has no effect."""
 
     include_usage: bool | None = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class SamplingFields(ApiRequest):
@@ -55,7 +85,7 @@ class SamplingFields(ApiRequest):
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    top_k: TopK | None = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
@@ -64,18 +94,19 @@ class SamplingFields(ApiRequest):
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool | None = False
+    bad_words: Texts | None = None
+    do_sample: bool | None = None
     min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
-    stream: bool | None = False
+    stream: Flag | None = False
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
     response_format: dict[str, Any] | None = None
-    # These have no effect: the prefix cache finds equal prompts without hints.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    # As in vLLM: requests share cached prefixes only if their salts are equal.
+    cache_salt: str | None = Field(default=None, min_length=1)
+    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
 
 
 class CompletionFields(SamplingFields):
@@ -84,7 +115,7 @@ class CompletionFields(SamplingFields):
     model: str
     n: int | None = Field(default=1, ge=1, le=MAX_N)
     stream_options: StreamOptions | None = None
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: TokenLimit | None = None
 
     @property
     def streams_usage(self) -> bool:
@@ -99,7 +130,7 @@ def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
         raise ApiError(400, message, param=name)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes | bytearray) -> Any:
     """Parse JSON without NaN and infinities.
 
     Raises ApiError 400 if it is not valid, and 413 if it has more than MAX_BODY_VALUES values.
@@ -121,13 +152,13 @@ def parse_json(body: bytes) -> Any:
         raise ApiError(400, f"The body is not valid JSON: {error}.") from None
 
 
-def _count_values(body: bytes) -> int:
+def _count_values(body: bytes | bytearray) -> int:
     """Estimate the number of values by counting commas and brackets.
 
     If the estimate exceeds the limit, count again without those inside strings.
     """
 
-    def count(text: bytes) -> int:
+    def count(text: bytes | bytearray) -> int:
         return sum(text.count(mark) for mark in (b",", b"[", b"{"))
 
     values = count(body)
@@ -138,33 +169,36 @@ def _count_values(body: bytes) -> int:
     return values
 
 
-def parse_request(model: type[R], body: bytes) -> R:
+def parse_request(model: type[R], body: bytes | bytearray) -> R:
     """Parse and check a request. Raises ApiError 400 that names the first wrong field."""
     values = parse_json(body)
     if not isinstance(values, dict):
         raise ApiError(400, f"The body is {show(values)}. It must be a JSON object.")
     for name, accepted in model.unsupported.items():
-        if name in values:
-            check_value(name, values.pop(name), accepted=accepted)
-    _refuse_unknown(model, values)
+        value = values.pop(name, None)
+        if accepted is not ANY:
+            check_value(name, value, accepted=accepted)
+    unknown = _unknown_fields(model, values)
+    if unknown:
+        names = ", ".join(map(show, unknown[:_MAX_NAMED]))
+        logger.debug("The request has %d unknown fields, among them %s.", len(unknown), names)
     _check_sizes(values)
     try:
-        return model.model_validate(values)
+        request = model.model_validate(values)
     except ValidationError as error:
         raise _first_error(error, values) from None
+    request._num_unknown = len(unknown)
+    return request
 
 
-def _refuse_unknown(model: type[ApiRequest], values: dict[str, Any]) -> None:
-    """Raise ApiError 400 for the first unknown field, also inside `stream_options`."""
+def _unknown_fields(model: type[ApiRequest], values: dict[str, Any]) -> list[str]:
+    """Return the names of the unknown fields, also of those inside `stream_options`."""
+    unknown = [name for name in values if name not in model.model_fields]
     options = values.get("stream_options")
-    places = [("", model, values)]
-    if isinstance(options, dict):
-        places.append(("stream_options.", StreamOptions, options))
-    for prefix, known, given in places:
-        for name in given:
-            if name not in known.model_fields:
-                path = (prefix + name)[:_MAX_SHOWN]
-                raise ApiError(400, f"{path} is an unknown field. Remove it.", param=path)
+    if isinstance(options, dict) and "stream_options" in model.model_fields:
+        inner = (name for name in options if name not in StreamOptions.model_fields)
+        unknown += [f"stream_options.{name}" for name in inner]
+    return unknown
 
 
 def _check_sizes(values: dict[str, Any]) -> None:

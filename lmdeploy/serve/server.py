@@ -6,21 +6,31 @@ import asyncio
 import errno
 import json
 import logging
+import signal
 import socket
 import sys
-import time
-from contextlib import closing
+import threading
+from collections.abc import Callable
+from contextlib import closing, suppress
+from http.client import HTTPException
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import uvicorn
 
 from lmdeploy.base.checks import OptionError, check_instance, check_int, check_strings, refuse
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.serve.http.connections import LimitedProtocol, without_query
+from lmdeploy.serve.http.tls import TlsFiles, find_tls_files
+from lmdeploy.serve.sampling import read_sampling
 from lmdeploy.serve.state import ServerOptions
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.async_engine import AsyncEngine
 
@@ -28,8 +38,10 @@ logger = logging.getLogger("lmdeploy")
 
 _MAX_KEYS = 1024
 _MAX_KEY_CHARS = 4096
+_SCHEMES = ("http", "https")
+_PROXY_TRIES = 5
+_PROXY_SECONDS = 5  # between two tries, and for one try
 _LAST_WORDS_SECONDS = 2  # time to send the errors that end the streams
-_LOOK_SECONDS = 0.05  # interval of the checks for a second signal
 
 
 def bind(server_name: str, server_port: int) -> socket.socket:
@@ -100,10 +112,18 @@ def check_options(options: ServerOptions) -> None:
         if not (key.isascii() and key.isprintable()):  # clients encode others differently
             reason = f"contains other characters than printable ASCII in key {i + 1} (--api-keys)."
             raise OptionError("api_keys", reason)
+    for name, flag in (("allow_origins", "--allow-origins"), ("allowed_hosts", "--allowed-hosts")):
+        value = getattr(options, name) or []
+        check_strings(name, value, max_items=_MAX_KEYS, max_chars=_MAX_KEY_CHARS, flag=flag)
     check_int("server_port", options.server_port, low=0, high=65535, flag="--server-port")
     if options.max_concurrent_requests is not None:
         flag = "--max-concurrent-requests"
         check_int("max_concurrent_requests", options.max_concurrent_requests, low=1, flag=flag)
+    check_int("max_log_len", options.max_log_len, low=0, flag="--max-log-len")
+    if options.proxy_url is not None and urlsplit(options.proxy_url).scheme not in _SCHEMES:
+        wanted = "an address that begins with http:// or https://"
+        raise refuse("proxy_url", options.proxy_url, wanted=wanted, flag="--proxy-url")
+    read_sampling(options.generation_config)
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
 
 
@@ -129,11 +149,14 @@ def run_server(
     """
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.serve.app import make_app
+    from lmdeploy.serve.http.bodies import return_large_blocks
 
     check_options(options)
     config = TurbomindEngineConfig() if backend_config is None else backend_config
     check_instance("backend_config", config, kind=TurbomindEngineConfig)
     set_log_level(options.log_level)
+    return_large_blocks()
+    tls = find_tls_files() if options.ssl else None
     sock = bind(options.server_name, options.server_port)
     with closing(sock):
         engine = AsyncEngine.load(
@@ -144,26 +167,107 @@ def run_server(
             tool_call_parser=options.tool_call_parser,
         )
         with closing(engine):
+            sampling = read_sampling(options.generation_config)
+            if sampling is not None:
+                engine.loaded.sampling = sampling
             name = options.model_name or model_path
             options.model_name = name
             app = make_app(engine, options, enable_metrics=config.enable_metrics)
             host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
             listen(sock, options.server_name)
-            url = f"http://{host}:{sock.getsockname()[1]}"
-            print("\n".join(engine.start_lines()))
-            print(f"Serving {name} at {url}\nSend a request with:")
+            url = f"{'http' if tls is None else 'https'}://{host}:{sock.getsockname()[1]}"
+            print("\n".join([*engine.start_lines(), format_line(engine, options)]))
+            print(f"Serving {name} at {url}\nOpen it in a browser, or send a request with:")
             print(curl_line(url, name, with_key=bool(options.api_keys)))
             sys.stdout.flush()
-            level = options.log_level.lower()
-            settings = uvicorn.Config(app, log_level=level, access_log=level in ("debug", "info"))
-            GracefulServer(settings, engine, grace=options.shutdown_timeout).run(sockets=[sock])
+            server = GracefulServer(
+                make_settings(app, options, tls=tls), engine, grace=options.shutdown_timeout
+            )
+            if options.proxy_url is not None:
+                public = _public_url(url, options)
+                server.on_stop = register_at_proxy(options.proxy_url, public, model_name=name)
+            server.run(sockets=[sock])
+
+
+def format_line(engine: AsyncEngine, options: ServerOptions) -> str:
+    """Return the line about the parsers of answers that is printed at the start."""
+    reasoning, tools = engine.loaded.chat_format.parser_names
+    line = f"Chat format: reasoning {reasoning}, tool calls {tools}"
+    if options.reasoning_parser is not None or options.tool_call_parser is not None:
+        return line
+    return f"{line} (chosen by the model; --reasoning-parser and --tool-call-parser change it)"
+
+
+def _public_url(url: str, options: ServerOptions) -> str:
+    """Return the address of this server for other machines."""
+    if options.server_name not in ("0.0.0.0", "::"):
+        return url
+    proxy = urlsplit(options.proxy_url or "")
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        probe.connect((proxy.hostname, proxy.port or 80))  # sends nothing; it chooses the route
+        return f"{urlsplit(url).scheme}://{probe.getsockname()[0]}:{urlsplit(url).port}"
+
+
+def register_at_proxy(proxy_url: str, url: str, *, model_name: str) -> Callable[[], None]:
+    """Register a server at an LMDeploy proxy in the background. Return what removes it.
+
+    The proxy asks the server for its models, so the server must listen. If the proxy does not
+    answer, the registration is tried again a few times.
+    """
+    stopped = threading.Event()
+
+    def send(path: str, body: dict[str, Any]) -> None:
+        request = Request(
+            proxy_url.rstrip("/") + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urlopen(request, timeout=_PROXY_SECONDS).close()
+
+    def register() -> None:
+        for _ in range(_PROXY_TRIES):
+            try:
+                send("/nodes/add", {"url": url, "status": {"models": [model_name]}})
+            except (OSError, HTTPException) as error:
+                logger.error("The proxy %s did not register the server: %s", proxy_url, error)
+            else:
+                logger.info("The server is registered at the proxy %s.", proxy_url)
+                return
+            if stopped.wait(_PROXY_SECONDS):
+                return
+
+    def remove() -> None:
+        stopped.set()
+        thread.join(_PROXY_SECONDS)
+        with suppress(OSError, HTTPException):
+            send("/nodes/remove", {"url": url})
+
+    thread = threading.Thread(target=register, name="proxy", daemon=True)
+    thread.start()
+    return remove
+
+
+def make_settings(app: FastAPI, options: ServerOptions, *, tls: TlsFiles | None) -> uvicorn.Config:
+    """Return uvicorn's settings. The access log has no queries, because they may contain keys."""
+    level = options.log_level.lower()
+    settings = uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        ws="none",
+        log_level=level,
+        access_log=level in ("debug", "info"),
+        ssl_keyfile=None if tls is None else tls.keyfile,
+        ssl_certfile=None if tls is None else tls.certfile,
+    )
+    logging.getLogger("uvicorn.access").addFilter(without_query)
+    return settings
 
 
 class GracefulServer(uvicorn.Server):
     """Serves until a signal arrives. Then it closes the engine, which ends all streams properly.
 
-    Running requests continue for `grace` seconds or until a second signal. Then each of them ends
-    with an error. A third signal closes the remaining connections.
+    Running requests continue for `grace` seconds. Then each of them ends with an error, and `run`
+    returns. A second signal ends the process at once.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, *, grace: int) -> None:
@@ -171,30 +275,31 @@ class GracefulServer(uvicorn.Server):
         super().__init__(config)
         self._engine = engine
         self._grace = grace
-        self._hurries = False
+        self.on_stop: Callable[[], None] = lambda: None  # called when the server begins to stop
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Count a signal. uvicorn's signal handlers call this."""
-        if self.should_exit and not self._hurries:
-            self._hurries = True
-            return
-        self.force_exit = self.should_exit  # uvicorn's own rule counts only SIGINT
-        super().handle_exit(sig, frame)
+        """Begin to stop, or end the process if it is stopping. uvicorn's signal handlers call this.
+
+        uvicorn would raise the signal again after an orderly stop, and the process would fail.
+        """
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the running requests and close the engine. uvicorn calls this when it stops."""
         if self.server_state.tasks and self._grace > 0:
             logger.warning(
                 "The server is stopping. Running requests continue for up to %d s "
-                "(--shutdown-timeout). The next signal ends them at once.",
+                "(--shutdown-timeout). The next signal ends the process at once.",
                 self._grace,
             )
         closing = asyncio.create_task(self._close_engine())
+        await asyncio.to_thread(self.on_stop)
         await super().shutdown(sockets)
         closing.cancel()
 
     async def _close_engine(self) -> None:
-        end = time.monotonic() + self._grace
-        while not self._hurries and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(self._grace)
         await asyncio.to_thread(self._engine.close)

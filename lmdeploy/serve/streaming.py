@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import StreamingResponse
 
 from lmdeploy.response import Response
-from lmdeploy.serve.errors import error_body, json_bytes, to_api_error
+from lmdeploy.serve.errors import ApiError, error_body, json_bytes, to_api_error
 from lmdeploy.serve.jobs import Job, close_all, request_error
 
 if TYPE_CHECKING:
@@ -21,8 +22,25 @@ if TYPE_CHECKING:
 EventJson = dict[str, Any]  # the JSON of one event
 
 
-def _event(body: EventJson) -> bytes:
-    return b"data: " + json_bytes(body) + b"\n\n"
+@dataclass(frozen=True)
+class EventForm:
+    """How an API writes the events of a stream.
+
+    Args:
+        error: returns the event of an error.
+        is_named: each event has a line with its `type`, and no `[DONE]` comes at the end.
+    """
+
+    error: Callable[[ApiError], EventJson] = error_body
+    is_named: bool = False
+
+    def event(self, body: EventJson) -> bytes:
+        """Return an event."""
+        name = f"event: {body['type']}\n".encode() if self.is_named else b""
+        return name + b"data: " + json_bytes(body) + b"\n\n"
+
+
+OPENAI_EVENTS = EventForm()
 
 
 async def answer_events(
@@ -32,26 +50,28 @@ async def answer_events(
     bodies: Callable[[Job, Response], Iterable[EventJson]],
     first: Iterable[EventJson] = (),
     last: Callable[[], Iterable[EventJson]] = tuple,
+    form: EventForm = OPENAI_EVENTS,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a response: `first`, `bodies` of every chunk, `last` and `[DONE]`.
 
     If a request fails or `bodies` raises, the stream ends with an error event.
     """
     for body in first:
-        yield _event(body)
+        yield form.event(body)
     try:
         async with aclosing(_merge(jobs, metrics)) as chunks:
             async for job, chunk in chunks:
                 if chunk.finish_reason == "error":
                     raise request_error(chunk)
                 for body in bodies(job, chunk):
-                    yield _event(body)
+                    yield form.event(body)
     except Exception as failure:
-        yield _event(error_body(to_api_error(failure)))
+        yield form.event(form.error(to_api_error(failure)))
         return
     for body in last():
-        yield _event(body)
-    yield b"data: [DONE]\n\n"
+        yield form.event(body)
+    if not form.is_named:
+        yield b"data: [DONE]\n\n"
 
 
 async def _merge(

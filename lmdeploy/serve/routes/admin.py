@@ -11,10 +11,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from lmdeploy.config.unsupported import ABORT, unsupported_body_fields
 from lmdeploy.serve.errors import ApiError, error_response
 from lmdeploy.serve.routes.base import check_model, post, state_of
+from lmdeploy.serve.routes.documentation import documented
 from lmdeploy.serve.schema import ApiRequest, Unsupported
 from lmdeploy.serve.state import ServerState
 
 router = APIRouter()
+_METRICS = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(404)}
 
 
 class AbortRequest(ApiRequest):
@@ -25,7 +27,7 @@ class AbortRequest(ApiRequest):
     abort_all: bool | None = False
 
 
-@router.get("/health")
+@router.get("/health", responses=documented(503))
 async def health(request: Request) -> Response:
     """Return 200 if the engine is healthy, else 503."""
     engine = state_of(request).engine
@@ -52,7 +54,7 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(state_of(request))]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=documented(404))
 async def model(request: Request, name: str) -> dict[str, Any]:
     """Return the served model. `name` may contain slashes."""
     state = state_of(request)
@@ -60,7 +62,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     return _card(state)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses=_METRICS)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus text format."""
     state = state_of(request)
@@ -69,7 +71,7 @@ async def metrics(request: Request) -> Response:
     return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@post(router, "/abort_request", body=AbortRequest)
+@post(router, "/abort_request", body=AbortRequest, errors=(501,))
 async def abort_request(request: Request, body: AbortRequest) -> Response:
     """End all running requests. Their responses keep the tokens generated so far."""
     state = state_of(request)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from starlette.requests import ClientDisconnect
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.admission import AdmissionSlot
-from lmdeploy.serve.errors import ApiError, JsonResponse
+from lmdeploy.serve.auth import with_key_salt
+from lmdeploy.serve.errors import ApiError, JsonResponse, client_gone, refusal
+from lmdeploy.serve.http.bodies import check_content_type
 from lmdeploy.serve.jobs import Job, PreparedRequest, check_size, close_all, collect_all, submit_all
+from lmdeploy.serve.routes.documentation import OF_POST, documented
 from lmdeploy.serve.schema import (
-    MAX_BODY_BYTES,
     ApiRequest,
-    CompletionFields,
-    SamplingFields,
     parse_request,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import SseResponse
+
+logger = logging.getLogger("lmdeploy")
 
 BODIES: list[type[ApiRequest]] = []  # the body classes of all POST routes
 BODY_REFERENCE = "#/components/schemas/{model}"
@@ -39,17 +41,43 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-def post(router: APIRouter, path: str, *, body: type[R]) -> Callable[[Handler[R]], Handler[R]]:
-    """Register the decorated function for POST requests and describe its body in /openapi.json.
+def post(
+    router: APIRouter,
+    path: str,
+    *,
+    body: type[R],
+    errors: Sequence[int] = (),
+    needs_slot: bool = False,
+    events: bool = False,
+) -> Callable[[Handler[R]], Handler[R]]:
+    """Register the decorated function for POST requests and describe it in /openapi.json.
 
     FastAPI does not parse the bodies, because its errors do not have OpenAI's format.
+
+    Args:
+        router: the router of the endpoint's module.
+        path: the endpoint's path.
+        body: the schema of the body.
+        errors: statuses that it sends besides those of every POST endpoint.
+        needs_slot: refuse a request while the server is full, before its body is received. The
+            handler reserves the slot.
+        events: it can send server-sent events.
     """
     schema = {"$ref": BODY_REFERENCE.format(model=body.__name__)}
     described = {"required": True, "content": {"application/json": {"schema": schema}}}
 
     def register(handler: Handler[R]) -> Handler[R]:
         async def endpoint(request: Request) -> Response:
-            return await handler(request, await read_body(request, body))
+            state = state_of(request)
+            try:
+                check_content_type(request.headers.get("content-type"))
+                if needs_slot:
+                    state.admission.check()
+                parsed = parse_request(body, await state.bodies.read(request))
+                state.metrics.count_unknown_fields(parsed.num_unknown)
+                return await handler(request, parsed)
+            except Exception as error:
+                return refusal(error, path)
 
         router.add_api_route(
             path,
@@ -57,12 +85,22 @@ def post(router: APIRouter, path: str, *, body: type[R]) -> Callable[[Handler[R]
             methods=["POST"],
             name=handler.__name__,
             description=handler.__doc__,
+            responses=documented(*OF_POST, *errors, events=events),
             openapi_extra={"requestBody": described},
         )
         BODIES.append(body)
         return handler
 
     return register
+
+
+class GeneratingBody(Protocol):
+    """The part of a body that all generating routes have."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Return whether the response is sent as events."""
+        ...
 
 
 class Reply(Protocol):
@@ -87,13 +125,17 @@ class Endpoint:
     reply: type[Reply]
     # Field of an error → its name in this route's body.
     fields: Mapping[str, str] = field(default_factory=dict)
+    # Returns the model that a body names. None if bodies do not name one.
+    model: Callable[[Any], str] | None = None
+    # Returns whether the response to a body repeats its prompts.
+    echoes: Callable[[Any], bool] = lambda body: False
 
 
-async def respond(request: Request, *, endpoint: Endpoint, body: SamplingFields) -> Response:
+async def respond(request: Request, *, endpoint: Endpoint, body: GeneratingBody) -> Response:
     """Serve a request if the server has a free slot. Free the slot when the response has ended."""
     state = state_of(request)
-    if isinstance(body, CompletionFields):
-        check_model(state, body.model)
+    if endpoint.model is not None:
+        check_model(state, endpoint.model(body))
     with ExitStack() as ends:
         place = ends.enter_context(state.admission.enter())
         response = await _answer(request, state, endpoint=endpoint, body=body, place=place)
@@ -107,7 +149,7 @@ async def _answer(
     state: ServerState,
     *,
     endpoint: Endpoint,
-    body: SamplingFields,
+    body: GeneratingBody,
     place: AdmissionSlot,
 ) -> Response:
     """Return the response, whole or as events. If the client disconnects, cancel the jobs."""
@@ -116,8 +158,11 @@ async def _answer(
     async def start() -> None:
         prepared = await endpoint.prepare(state, body)
         prompts, config = prepared.prompts, prepared.config
-        check_size(prompts, config, max_tokens=state.engine.max_request_tokens)
+        config.cache_salt = with_key_salt(request, config.cache_salt)
+        check_size(prepared, max_tokens=state.engine.max_request_tokens)
         place.hold(sum(map(len, prompts)) * config.n)
+        if state.max_log_len and logger.isEnabledFor(logging.INFO):
+            await asyncio.to_thread(_log_prompts, state, prompts, path=request.url.path)
         jobs.extend(await submit_all(state.engine, prepared))
 
     async def answer() -> list[Answer]:
@@ -130,13 +175,22 @@ async def _answer(
             await until_disconnect(request, start())
             return SseResponse(reply.events(jobs), jobs)
         answers = await until_disconnect(request, answer())
-        echoes = bool(getattr(body, "echo", False))
+        echoes = endpoint.echoes(body)
         return await _render(lambda: reply.whole(jobs, answers), answers, echoes=echoes)
     except OptionError as error:
         raise error.renamed(endpoint.fields.get(error.field, error.field)) from error
     except asyncio.CancelledError:
         close_all(jobs)
         raise
+
+
+def _log_prompts(state: ServerState, prompts: Sequence[list[int]], *, path: str) -> None:
+    """Log the beginning of each prompt, in one line each."""
+    tokenizer, limit = state.engine.loaded.tokenizer, state.max_log_len
+    for ids in prompts:
+        known = [token for token in ids[:limit] if token < tokenizer.vocab_size]
+        text = tokenizer.decode(known, skip_special=False)[:limit]
+        logger.info("POST %s: a prompt of %d tokens: %r", path, len(ids), text)
 
 
 def check_model(state: ServerState, name: str) -> None:
@@ -155,20 +209,6 @@ async def _render(
     return JsonResponse(build())
 
 
-async def read_body(request: Request, model: type[R]) -> R:
-    """Read and check a body. Raises ApiError 413 if it exceeds MAX_BODY_BYTES, else 400."""
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                message = f"The body is too long. It must have at most {MAX_BODY_BYTES} bytes."
-                raise ApiError(413, message)
-    except ClientDisconnect:
-        raise _gone() from None
-    return parse_request(model, bytes(body))
-
-
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If the client disconnects, cancel it and raise ApiError 400."""
 
@@ -181,14 +221,10 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _gone()
+            raise client_gone()
         return task.result()
     finally:
         watcher.cancel()
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _gone() -> ApiError:
-    return ApiError(400, "The client disconnected.")

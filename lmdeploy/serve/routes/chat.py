@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,8 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.chat.formats.base import AnswerStart, ChatFormat
-from lmdeploy.chat.prompts import encode_chat
+from lmdeploy.chat.prompts import start_of_ids
 from lmdeploy.chat.tool_calls import ToolCall
 from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, CHAT, unsupported_body_fields
@@ -22,13 +20,14 @@ from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
     CompletionFields,
     Ids,
     Objects,
+    TokenLimit,
     Unsupported,
-    check_value,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventJson, answer_events
@@ -41,20 +40,14 @@ class ChatCompletionRequest(CompletionFields):
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY | CHAT)
 
-    # Field that needs a chat format with tools → values that every model accepts.
-    of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True),
-        "reasoning_effort": (None,),
-    }
-
     messages: str | Objects | None = None  # a string: one user message
     input_ids: Ids | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: TokenLimit | None = None
     return_token_ids: bool | None = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Objects | None = None
@@ -62,79 +55,85 @@ class ChatCompletionRequest(CompletionFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 
-    def check_plain(self) -> None:
-        """Raise ApiError 400 for a field that needs a chat format with tools."""
-        for name, accepted in self.of_answer_format.items():
-            check_value(name, getattr(self, name), accepted=accepted)
-
 
 # Fields that the chat template reads.
 _OF_MESSAGES = ("tools", "reasoning_effort", "enable_thinking", "chat_template_kwargs")
 
 
 async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> PreparedRequest:
-    """Make the prompt and the options. Raises ApiError or OptionError for a bad field."""
+    """Make the prompt and the options. Raise ApiError or OptionError for a bad field."""
     if request.top_logprobs and not request.logprobs:
         raise OptionError(
             "top_logprobs",
             f"is {request.top_logprobs}, but logprobs is not set. Set logprobs to true.",
         )
-    chat_format = state.chat_format
-    options = _template_options(request, chat_format)
     if request.messages and request.input_ids:
         raise OptionError("input_ids", "cannot be combined with messages. Remove one of them.")
     for name in _OF_MESSAGES if request.input_ids else ():
         if getattr(request, name) not in (None, [], {}):
             raise OptionError("input_ids", f"cannot be combined with {name}, which needs messages.")
-    if request.messages:
-        messages = request.messages
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        ids, start = await asyncio.to_thread(
-            encode_chat, state.engine.loaded, messages, template_options=options
-        )
-    elif request.input_ids:
-        ids = request.input_ids
-        template = state.engine.loaded.chat_template
-        start = AnswerStart(
-            continue_final_message=template is not None and template.continue_final_message
-        )
-        state.engine.check_prompt(ids, name="input_ids")
-    else:
-        raise OptionError("messages", "is empty. Send at least one message.")
     limits = Limits(
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         n=request.n or 1,
     )
+    if request.messages:
+        return await _prepare_messages(state, request, limits=limits)
+    if not request.input_ids:
+        raise OptionError("messages", "is empty. Send at least one message.")
+    ids, loaded = request.input_ids, state.engine.loaded
+    state.engine.check_prompt(ids, name="input_ids")
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=room)
-    grammar = None
-    if options.get("tools"):
-        grammar = chat_format.tool_grammar(options["tools"], request.tool_choice)
-    if grammar is not None and request.response_format is not None:
-        reason = "cannot be combined with this tool_choice. Remove one of them."
-        raise OptionError("response_format", reason)
-    return PreparedRequest([ids], config, start=start, grammar=grammar)
+    config = make_config(request, limits, model_defaults=loaded.sampling, room=room)
+    return PreparedRequest([ids], config, start=start_of_ids(loaded, ids))
 
 
-def _template_options(request: ChatCompletionRequest, chat_format: ChatFormat) -> dict[str, Any]:
-    """Return the variables of the chat template.
+async def _prepare_messages(
+    state: ServerState, request: ChatCompletionRequest, *, limits: Limits
+) -> PreparedRequest:
+    messages = request.messages
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    conversation = Conversation(
+        messages or [],
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        options=_template_options(request),
+        begins_answer=_begins_answer(request, messages or []),
+    )
+    prepared = await prepare_conversation(state, conversation, fields=request, limits=limits)
+    continues = prepared.start is not None and prepared.start.continue_final_message
+    has_text = bool(messages and messages[-1].get("content"))
+    if request.continue_final_message and has_text and not continues:
+        reason = f"is not supported by the chat format {state.chat_format.name}. Remove it."
+        raise OptionError("continue_final_message", reason)
+    return prepared
 
-    Raises ApiError or OptionError for fields that the chat format cannot follow.
-    """
+
+def _template_options(request: ChatCompletionRequest) -> dict[str, Any]:
+    """Return the variables of the chat template."""
     options = dict(request.chat_template_kwargs or {})
-    if request.enable_thinking is not None:
-        options["enable_thinking"] = request.enable_thinking
-    if not chat_format.accepts_tools:
-        request.check_plain()
-        check_value("chat_template_kwargs.tools", options.get("tools"), accepted=(None, []))
-        return options
-    if request.tools is not None:
-        options["tools"] = request.tools
-    if request.reasoning_effort is not None:
-        options["reasoning_effort"] = request.reasoning_effort
-    return chat_format.check_options(options, tool_choice=request.tool_choice)
+    for name in ("enable_thinking", "reasoning_effort"):
+        if getattr(request, name) is not None:
+            options[name] = getattr(request, name)
+    return options
+
+
+def _begins_answer(
+    request: ChatCompletionRequest, messages: Sequence[dict[str, Any]]
+) -> bool | None:
+    """Return `begins_answer` of `encode_chat`. Raises OptionError for fields that contradict."""
+    continues, begins = request.continue_final_message, request.add_generation_prompt
+    if continues:
+        if begins:
+            reason = "cannot be combined with continue_final_message. Set one of them to false."
+            raise OptionError("add_generation_prompt", reason)
+        if messages[-1].get("role") != "assistant":
+            reason = "is true, but the last message is not an assistant message. Set it to false."
+            raise OptionError("continue_final_message", reason)
+        return None
+    return begins if continues is None or begins is False else True
 
 
 def _call_body(call: ToolCall) -> dict[str, Any]:
@@ -167,7 +166,7 @@ class ChatReply:
         choices = []
         for job, answer in zip(jobs, answers, strict=True):
             usage.add(job, answer)
-            message = {"role": "assistant", **self._message(answer)}
+            message = {"role": "assistant", "refusal": None, **self._message(answer)}
             if self._request.return_token_ids:
                 message["gen_tokens"] = answer.token_ids
             choices.append(
@@ -203,9 +202,8 @@ class ChatReply:
         first = [chunk(job, {"role": "assistant", "content": ""}, piece=None) for job in jobs]
         return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, last=last)
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
-        if not self._state.chat_format.splits_answers:
-            return {"content": answer.text}
+    @staticmethod
+    def _message(answer: Answer) -> dict[str, Any]:
         calls = [_call_body(call) for call in answer.tool_calls or []]
         return {
             "content": answer.text or (None if calls else ""),
@@ -215,13 +213,13 @@ class ChatReply:
 
     def _delta(self, piece: Answer) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if piece.text or not self._state.chat_format.splits_answers:
+        if piece.text:
             delta["content"] = piece.text
         if piece.reasoning_content:
             delta["reasoning_content"] = piece.reasoning_content
         if piece.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
-        if self._request.return_token_ids:
+        if self._request.return_token_ids and piece.token_ids:
             delta["gen_tokens"] = piece.token_ids
         return delta
 
@@ -253,10 +251,19 @@ class ChatReply:
         )
 
 
-_ENDPOINT = Endpoint(prepare_chat, ChatReply, fields={"prompt": "messages"})
+_ENDPOINT = Endpoint(
+    prepare_chat, ChatReply, fields={"prompt": "messages"}, model=lambda body: body.model
+)
 
 
-@post(router, "/v1/chat/completions", body=ChatCompletionRequest)
+@post(
+    router,
+    "/v1/chat/completions",
+    body=ChatCompletionRequest,
+    errors=(404,),
+    needs_slot=True,
+    events=True,
+)
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """Serve OpenAI's chat completions."""
     return await respond(request, endpoint=_ENDPOINT, body=body)

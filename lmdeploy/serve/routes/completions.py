@@ -38,12 +38,12 @@ class CompletionRequest(CompletionFields):
     prompt: str | list[Any]
     echo: bool | None = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = Field(default=16, ge=0, lt=2**31)
+    max_tokens: int | None = Field(default=16, ge=-1, lt=2**31)
     return_token_ids: bool | None = False
 
 
 async def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedRequest:
-    """Make the prompts and the options. Raises OptionError for a bad field."""
+    """Make the prompts and the options. Raise OptionError for a bad field."""
     limit = request.max_completion_tokens
     if limit is None:
         limit = 16 if request.max_tokens is None else request.max_tokens
@@ -53,8 +53,10 @@ async def prepare_completion(state: ServerState, request: CompletionRequest) -> 
         prompt_logprobs=request.logprobs if request.echo else None,
         n=request.n or 1,
     )
-    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=0)
-    prompts = await encode_prompts(state.engine, request.prompt, num_new=min(limit, 1))
+    room = state.engine.max_request_tokens
+    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=room)
+    num_new = min(config.max_new_tokens, 1)
+    prompts = await encode_prompts(state.engine, request.prompt, num_new=num_new)
     return PreparedRequest(prompts, config)
 
 
@@ -145,10 +147,17 @@ class CompletionReply:
         }
 
 
-_ENDPOINT = Endpoint(prepare_completion, CompletionReply)
+_ENDPOINT = Endpoint(
+    prepare_completion,
+    CompletionReply,
+    model=lambda body: body.model,
+    echoes=lambda body: bool(body.echo),
+)
 
 
-@post(router, "/v1/completions", body=CompletionRequest)
+@post(
+    router, "/v1/completions", body=CompletionRequest, errors=(404,), needs_slot=True, events=True
+)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Serve OpenAI's completions."""
     return await respond(request, endpoint=_ENDPOINT, body=body)

@@ -28,7 +28,7 @@ class EncodeRequest(ApiRequest):
     add_bos: bool | None = True
 
 
-@post(router, "/v1/encode", body=EncodeRequest)
+@post(router, "/v1/encode", body=EncodeRequest, needs_slot=True)
 async def encode(request: Request, body: EncodeRequest) -> Response:
     """Return the token ids of the texts in `input`."""
     state = state_of(request)
@@ -48,7 +48,7 @@ async def encode(request: Request, body: EncodeRequest) -> Response:
 async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Return the token ids of each text.
 
-    Raises OptionError for more than MAX_PROMPTS texts or MAX_ENCODED_TOKENS tokens.
+    Raise OptionError for more than MAX_PROMPTS texts or MAX_ENCODED_TOKENS tokens.
     """
     if len(texts) > MAX_PROMPTS:
         reason = f"contains {len(texts)} texts. It must contain at most {MAX_PROMPTS}."
@@ -65,8 +65,8 @@ async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]])
 
 
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
-    parts, max_value = engine.loaded, MAX_ENCODED_TOKENS
+    parts, limit = engine.loaded, MAX_ENCODED_TOKENS
     if body.do_preprocess:
         message = {"role": "user", "content": text}
-        return encode_chat(parts, [message], max_tokens=max_value).ids
-    return encode_text(parts, text, add_special=body.add_bos is not False, max_tokens=max_value)
+        return encode_chat(parts, [message], max_tokens=limit).ids
+    return encode_text(parts, text, add_special=body.add_bos is not False, max_tokens=limit)

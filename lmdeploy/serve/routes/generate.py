@@ -21,6 +21,8 @@ from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
     Ids,
     SamplingFields,
+    TokenLimit,
+    TopK,
     Unsupported,
 )
 from lmdeploy.serve.state import ServerState
@@ -40,15 +42,21 @@ class GenerateRequest(SamplingFields):
     prompt: str | None = None
     input_ids: Ids | None = None
     return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(default=-1, ge=-1, lt=2**31)
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int = Field(default=128, ge=1, lt=2**31)
+    max_tokens: TokenLimit = 128
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, ge=0, le=1)
-    top_k: int | None = Field(default=0, ge=0, lt=2**31)
+    top_k: TopK | None = 0
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Return whether the response contains log probabilities of the prompt."""
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
 
 async def prepare_generate(state: ServerState, request: GenerateRequest) -> PreparedRequest:
-    """Make the prompt and the options. Raises OptionError for a bad field."""
+    """Make the prompt and the options. Raise OptionError for a bad field."""
     if (request.prompt is None) == (request.input_ids is None):
         if request.prompt is None:
             raise OptionError("prompt", "is missing. Send prompt or input_ids.")
@@ -63,11 +71,14 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
         )
     else:
         state.engine.check_prompt(ids, name="input_ids")
+    num_logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
     limits = Limits(
         max_new_tokens=request.max_tokens,
-        logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
+        logprobs=num_logprobs,
+        prompt_logprobs=0 if request.returns_prompt else None,
     )
-    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=0)
+    room = max(state.engine.max_request_tokens - len(ids), 1)
+    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=room)
     return PreparedRequest([ids], config)
 
 
@@ -77,12 +88,13 @@ class GenerateReply:
     def __init__(self, state: ServerState, request: GenerateRequest) -> None:
         self._state = state
         self._request = request
+        self._num_prompt = 0  # tokens of the prompt whose log probabilities are known
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response without `stream`."""
-        return self._body(answers[0])
+        return self._body(jobs[0], answers[0])
 
-    def _body(self, answer: Answer) -> dict[str, Any]:
+    def _body(self, job: Job, answer: Answer) -> dict[str, Any]:
         """Return the JSON object with `text`, `output_ids` and `meta_info`."""
         reason = answer.finish_reason
         meta: dict[str, Any] = {
@@ -91,6 +103,8 @@ class GenerateReply:
             "cached_tokens": answer.cached_tokens,
             "finish_reason": None if reason is None else {"type": reason},
         }
+        if self._request.returns_prompt and answer.prompt_logprobs:
+            meta["input_token_logprobs"] = self._prompt(job, answer.prompt_logprobs)
         if self._request.return_logprob:
             values = answer.logprobs or []
             pairs = zip(answer.token_ids, values, strict=True)
@@ -101,6 +115,23 @@ class GenerateReply:
                 meta["output_top_logprobs"] = [self._top(item) for item in values]
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
+    def _prompt(self, job: Job, logprobs: list[dict[int, float]]) -> list[list[float | None]]:
+        """Return the new log probabilities of the prompt from logprob_start_len on.
+
+        No position predicts the first token, so it has none.
+        """
+        values: list[dict[int, float] | None] = [
+            *([None] if self._num_prompt == 0 else []),
+            *logprobs,
+        ]
+        start, self._num_prompt = self._num_prompt, self._num_prompt + len(values)
+        tokens = job.stream.prompt_ids[start : self._num_prompt]
+        pairs: list[list[float | None]] = [
+            [None if item is None else max(item[token], LOWEST), token]
+            for token, item in zip(tokens, values, strict=True)
+        ]
+        return pairs[max((self._request.logprob_start_len or 0) - start, 0) :]
+
     def _top(self, item: dict[int, float]) -> list[list[float]]:
         ranked = sorted(item.items(), key=lambda pair: -pair[1])
         return [
@@ -109,13 +140,15 @@ class GenerateReply:
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """Yield the events of a response with `stream`."""
-        return answer_events(jobs, self._state.metrics, bodies=lambda _, chunk: [self._body(chunk)])
+        return answer_events(
+            jobs, self._state.metrics, bodies=lambda job, chunk: [self._body(job, chunk)]
+        )
 
 
 _ENDPOINT = Endpoint(prepare_generate, GenerateReply, fields={"logprobs": "top_logprobs_num"})
 
 
-@post(router, "/generate", body=GenerateRequest)
+@post(router, "/generate", body=GenerateRequest, needs_slot=True, events=True)
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Serve LMDeploy's plain generation."""
     return await respond(request, endpoint=_ENDPOINT, body=body)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 
 import httpx
 import pytest
 from fake_engine import make_engine
-from serving import CHAT, post, serving
+from serving import CHAT, connect, post, post_head, serving
 
 from lmdeploy.serve import admission as admission_module
 from lmdeploy.serve import app as app_module
@@ -61,11 +60,10 @@ def test_admission_disconnected_client_releases_its_slot(stream, when, monkeypat
 
         monkeypatch.setattr(engine.loaded.tokenizer, "encode", slow, raising=False)
     with serving(engine) as url:
-        host, port = url.removeprefix("http://").split(":")
         body = json.dumps({**CHAT, "stream": stream}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(head.encode() + b"\r\n" + (body[:-1] if when == "body" else body))
+        head = post_head("/v1/chat/completions", len(body))
+        with connect(url) as sock:
+            sock.sendall(head + (body[:-1] if when == "body" else body))
             if when == "body":
                 time.sleep(0.1)
                 assert admission.num_requests == 0  # no slot until the body is complete

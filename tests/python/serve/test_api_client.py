@@ -6,6 +6,7 @@ import pytest
 from fake_engine import make_engine
 from serving import ANSWER, USER, serving
 
+import lmdeploy
 from lmdeploy.serve.openai.api_client import APIClient
 
 
@@ -62,3 +63,7 @@ def test_api_client_errors_reach_the_caller(client, url):
         _ = APIClient(url, api_key="wrong").available_models
     with pytest.raises(ValueError, match="http://"):
         APIClient("file:///etc/passwd")
+
+
+def test_client_function_returns_a_client(url):
+    assert lmdeploy.client(url, "secret").available_models == ["m"]

@@ -108,7 +108,7 @@ def test_chat_streamed_call_joins_to_the_whole_call(client: openai.OpenAI) -> No
     found = joined(client.chat.completions.create(**CHAT, tools=[TOOL], stream=True))
     (call,) = found["calls"].values()
     assert (call["name"], call["text"]) == ("get_weather", ARGUMENTS)
-    assert call["id"].startswith("chatcmpl-tool-") and call["id"].count("chatcmpl") == 1
+    assert call["id"].startswith("call_") and call["id"].count("call_") == 1
     assert (found["content"], found["reason"]) == ("Let me see.", "tool_calls")
     assert found["reasoning_content"] == "I need the wéather."
 
@@ -177,7 +177,7 @@ def test_completions_harmony_model_returns_plain_text(url: str) -> None:
 
 
 BAD = [
-    ({"reasoning_effort": "extreme"}, "reasoning_effort is 'extreme'. It must be low, medium or"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort is 'extreme'. It must be one of"),
     ({"reasoning_effort": 5}, "reasoning_effort is 5"),
     ({"chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort is 'x'"),
     ({"tool_choice": "required"}, "tool_choice is 'required'. It must be none or auto"),
@@ -213,15 +213,13 @@ def test_chat_deeply_nested_tools_do_not_break_the_server(url: str) -> None:
     assert post(url, "/v1/chat/completions", CHAT).status_code == 200
 
 
-def test_chat_plain_model_rejects_harmony_options() -> None:
+def test_chat_model_without_tool_parser_rejects_tools() -> None:
     with serving(make_engine()) as url:
-        for name, value in (("tools", [TOOL]), ("reasoning_effort", "low")):
-            reply = post(url, "/v1/chat/completions", {**CHAT, name: value})
-            assert reply.status_code == 400
-            assert f"{name} is not supported" in reply.json()["error"]["message"]
-        accepted = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-        reply = post(url, "/v1/chat/completions", {**CHAT, **accepted}).json()
-        assert set(reply["choices"][0]["message"]) == {"role", "content"}
+        reply = post(url, "/v1/chat/completions", {**CHAT, "tools": [TOOL]})
+        assert reply.status_code == 400
+        assert "tools needs a tool-call parser" in reply.json()["error"]["message"]
+        accepted = {"tools": [], "tool_choice": "auto", "reasoning_effort": "low"}
+        assert post(url, "/v1/chat/completions", {**CHAT, **accepted}).status_code == 200
 
 
 def test_parser_flags_accept_only_known_parsers() -> None:
@@ -230,4 +228,11 @@ def test_parser_flags_accept_only_known_parsers() -> None:
     assert parse([*command, "--reasoning-parser", "gpt-oss"]).reasoning_parser == "gpt-oss"
     assert parse([*command, "--tool-call-parser", "gpt-oss"]).tool_call_parser == "gpt-oss"
     with pytest.raises(SystemExit):
-        parse([*command, "--reasoning-parser", "deepseek-r1"])
+        parse([*command, "--reasoning-parser", "deepthought"])
+
+
+def test_harmony_does_not_continue_a_final_message(url: str) -> None:
+    messages = [USER, {"role": "assistant", "content": "It is"}]
+    body = {**CHAT, "messages": messages, "continue_final_message": True}
+    error = post(url, "/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "continue_final_message" and "gpt-oss" in error["message"]

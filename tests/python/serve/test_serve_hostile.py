@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import signal
-import socket
 import time
 import tracemalloc
 
 import httpx
 import pytest
-import uvicorn
 from fake_engine import FakeTokenizer, make_engine
-from serving import CHAT, post, serving
+from serving import CHAT, connect, post, post_head, serving
 
 import lmdeploy
 from lmdeploy.base.checks import OptionError
@@ -32,7 +29,6 @@ from lmdeploy.serve.routes import encode
 from lmdeploy.serve.routes.chat import ChatCompletionRequest
 from lmdeploy.serve.routes.completions import CompletionRequest
 from lmdeploy.serve.schema import parse_request
-from lmdeploy.serve.server import GracefulServer
 
 JSON_FORMAT = {"type": "json_object"}
 COMPLETION = {"model": "m", "prompt": "a"}
@@ -46,7 +42,8 @@ def url():
 
 def refused(reply, *, param, status=400):
     error = reply.json()["error"]
-    assert (reply.status_code, error["code"], error["param"]) == (status, status, param)
+    assert (reply.status_code, error["param"]) == (status, param)
+    assert error["code"] in (status, "context_length_exceeded")
     return error["message"]
 
 
@@ -92,13 +89,15 @@ def test_chat_template_kwargs_within_the_limits_are_accepted(url):
 def test_chat_template_kwargs_with_tools_are_rejected(url):
     body = {**CHAT, "chat_template_kwargs": {"tools": [{"type": "function"}]}}
     reply = post(url, "/v1/chat/completions", body)
-    assert "not supported" in refused(reply, param="chat_template_kwargs.tools")
+    assert "set by the server" in refused(reply, param="chat_template_kwargs.tools")
 
 
 def test_completions_grammar_is_compiled_once_per_request(monkeypatch):
     compiled, masks = [], []
     make, copy = Grammar.__init__, Grammar.token_mask
-    monkeypatch.setattr(Grammar, "__init__", lambda *args: compiled.append(1) or make(*args))
+    monkeypatch.setattr(
+        Grammar, "__init__", lambda *args, **more: compiled.append(1) or make(*args, **more)
+    )
     monkeypatch.setattr(Grammar, "token_mask", lambda self: masks.append(1) or copy(self))
     body = {**COMPLETION, "prompt": ["a", "b"], "n": 3, "response_format": JSON_FORMAT}
     with serving(make_engine()) as url:
@@ -106,7 +105,7 @@ def test_completions_grammar_is_compiled_once_per_request(monkeypatch):
         assert (len(compiled), len(masks)) == (1, 6)
         many = {**body, "n": 65}
         text = refused(post(url, "/v1/completions", many), param="n")
-        assert "at most 128 answers with response_format" in text
+        assert "at most 128 answers with a grammar" in text
         assert len(compiled) == 1
         del many["response_format"]
         assert post(url, "/v1/completions", {**many, "max_tokens": 1}).status_code == 200
@@ -150,11 +149,9 @@ class SlowTokenizer(FakeTokenizer):
 
 
 def send_and_leave(url, path, body, *, after):
-    host, port = url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-    with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(head.encode() + data)
+    with connect(url) as sock:
+        sock.sendall(post_head(path, len(data)) + data)
         deadline = time.monotonic() + 10
         while not after() and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -263,9 +260,9 @@ def test_completions_echo_accepts_invalid_text(url, stream):
 
 
 def test_errors_accept_invalid_text(url):
-    message = {"role": "user", "content": "a", "b\ud800": 1}
+    message = {"role": "\ud800", "content": "a"}
     reply = post(url, "/v1/chat/completions", {**CHAT, "messages": [message]})
-    assert "not supported" in refused(reply, param="messages[0].b\ufffd")
+    assert "must be one of" in refused(reply, param="messages[0].role")
     format_ = {"type": "regex_schema", "regex_schema": "\ud800"}
     body = {**COMPLETION, "response_format": format_}
     assert post(url, "/v1/completions", body).status_code == 200
@@ -347,12 +344,12 @@ def test_serve_invalid_options_are_rejected_before_loading(options, text):
         ),
         ("completions", b'{"model":"m","prompt":"a","stop":[%s0]}' % (b"0," * 2**20), "stop", 400),
         ("completions", b'{"model":"m","prompt":[%s[]]}' % (b"[]," * 2**20), None, 413),
-        ("completions", b'{"%s":1}' % (b"a" * 2**22), "a" * 100, 400),
+        ("completions", b'{"%s":1}' % (b"a" * 2**22), "model", 400),
     ],
     ids=["messages", "input_ids", "stop", "prompts", "name"],
 )
 def test_request_with_a_million_errors_gets_one_short_message(url, route, body, param, status):
-    reply = httpx.post(f"{url}/v1/{route}", content=body, timeout=60)
+    reply = post(url, f"/v1/{route}", body)
     assert len(refused(reply, param=param, status=status)) < 1000
 
 
@@ -372,7 +369,7 @@ def test_parse_request_errors_use_little_memory():
     )
     for model, text, name in (
         (ChatCompletionRequest, body, "messages"),
-        (ChatCompletionRequest, many, "x0"),
+        (CompletionRequest, many, "prompt"),
         (CompletionRequest, bias.encode(), "logit_bias"),
     ):
         tracemalloc.start()
@@ -421,9 +418,6 @@ def test_chat_returned_message_is_accepted_again(url):
     assert message["gen_tokens"]
     body["messages"] = [*CHAT["messages"], message, *CHAT["messages"]]
     assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
-    body["messages"] = [{"role": "user", "content": "a", "gen_tokens": [1]}]
-    reply = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert "not supported" in refused(reply, param="messages[0].gen_tokens")
 
 
 def test_serve_is_a_function_after_importing_its_package():
@@ -492,20 +486,10 @@ def test_serve_that_cannot_listen_closes_its_engine(monkeypatch):
     assert engine.failure == "The engine is closed."
 
 
-def test_graceful_server_third_signal_forces_exit():
-    engine = make_engine()
-    graceful = GracefulServer(uvicorn.Config(lambda: None), engine, grace=300)
-    for count in (1, 2, 3):
-        graceful.handle_exit(signal.SIGTERM, None)
-        assert (graceful.should_exit, graceful.force_exit) == (True, count == 3)
-    engine.close()
-
-
 def test_server_disconnect_within_the_body_logs_no_error(caplog):
     with serving(make_engine()) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        with connect(url) as sock:
+            sock.sendall(post_head("/generate", 100) + b"{")
         time.sleep(0.2)
         assert httpx.get(f"{url}/health").status_code == 200
     assert "ClientDisconnect" not in caplog.text
@@ -515,13 +499,13 @@ def test_errors_use_field_names_of_their_route(url):
     long = "a" * 5000
     chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
     text = refused(post(url, "/v1/chat/completions", chat), param="messages")
-    assert text.startswith("messages has ")
+    assert ". However, messages has " in text
     refused(post(url, "/v1/completions", {**COMPLETION, "prompt": long}), param="prompt")
     refused(post(url, "/v1/encode", {"input": long}), param="input")
     body = {"prompt": "a", "return_logprob": True, "top_logprobs_num": 999}
     refused(post(url, "/generate", body), param="top_logprobs_num")
-    text = refused(post(url, "/v1/completions", {**COMPLETION, "\ud800": 1}), param="\ufffd")
-    assert text.startswith("\ufffd is an unknown field")
+    text = refused(post(url, "/v1/completions", {"\ud800": 1}), param="model")
+    assert text.startswith("model is missing")
 
 
 def test_request_error_of_a_failed_answer_is_logged(caplog):

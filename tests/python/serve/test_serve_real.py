@@ -9,7 +9,8 @@ import time
 import httpx
 import openai
 import pytest
-from serving import serving
+from serving import post, serving
+from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
 from lmdeploy.cli.main import main
@@ -66,7 +67,7 @@ def test_chat_smollm2_answers_paris(client):
     whole = client.chat.completions.create(**options).choices[0].message.content
     assert "Paris" in whole
     stream = client.chat.completions.create(**options, stream=True)
-    assert "".join(chunk.choices[0].delta.content for chunk in stream) == whole
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
 
 
 def test_chat_same_seed_repeats_the_sample(client):
@@ -127,7 +128,7 @@ def test_chat_stop_word_is_never_shown(client):
     for start in range(5, 50, 7):
         stop = whole[start : start + 5]
         stream = client.chat.completions.create(**options, stop=stop, stream=True)
-        text = "".join(chunk.choices[0].delta.content for chunk in stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert text == whole[: whole.index(stop)]
 
 
@@ -163,7 +164,7 @@ def test_generate_logprobs_equal_log_softmax_of_logits(engine):
 def test_dry_run_prints_the_memory_plan(capsys):
     assert main(["serve", "api_server", "smollm2", "--dry-run", "--quant-policy", "16"]) == 0
     text = capsys.readouterr().out
-    for part in ("mode nvfp4", "6,480 bytes per token", "reserved bytes", "touched bytes"):
+    for part in ("format nvfp4", "6,480 bytes per token", "reserved bytes", "touched bytes"):
         assert part in text
 
 
@@ -177,3 +178,19 @@ def test_model_format_other_than_the_file_is_rejected(capsys):
         "model_format is hf. It must be gguf for smollm2 (--model-format)."
         in capsys.readouterr().err
     )
+
+
+def test_api_keys_share_no_cached_prefix(tmp_path):
+    folder = save_model(make_model(TINY_MODELS[0]), tmp_path)
+    engine = AsyncEngine.load(str(folder), TurbomindEngineConfig(session_len=512), progress=False)
+    body = {"model": "m", "prompt": [5 + i % 50 for i in range(300)], "max_tokens": 1}
+
+    def cached(key, **fields):
+        headers = {"authorization": f"Bearer {key}"}
+        reply = post(url, "/v1/completions", body | fields, headers=headers)
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with serving(engine, api_keys=["first", "second"]) as url:
+        assert [cached("first"), cached("second"), cached("first", cache_salt="x")] == [0, 0, 0]
+        hits = [cached("first"), cached("second"), cached("first", cache_salt="x")]
+        assert min(hits) > 0 and len(set(hits)) == 1

@@ -1,0 +1,1 @@
+"""The HTTP layer below the endpoints: connections, bodies, origins and TLS."""

@@ -1,0 +1,413 @@
+"""①⑨ POST /v1/messages: Anthropic's API, and the endpoints that belong to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.chat.prompts import encode_chat
+from lmdeploy.chat.tool_calls import ToolCall, check_tool_use
+from lmdeploy.response import Response as Answer
+from lmdeploy.serve.errors import ERROR_FORMS, ApiError, JsonResponse
+from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
+from lmdeploy.serve.routes.base import Endpoint, check_model, post, respond, state_of
+from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
+from lmdeploy.serve.routes.documentation import ERROR_MODELS, documented
+from lmdeploy.serve.sampling import Limits
+from lmdeploy.serve.schema import ApiRequest, Flag, Objects, SamplingFields, Texts
+from lmdeploy.serve.state import ServerState
+from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
+
+router = APIRouter()
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessageFields(ApiRequest):
+    """The fields that describe a conversation."""
+
+    model: str
+    messages: Objects
+    system: str | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(MessageFields):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    stop_sequences: Texts | None = None
+    stream: Flag | None = False
+    output_format: dict[str, Any] | None = None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """Return the sampling fields under the names of the other endpoints."""
+        return SamplingFields(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop=self.stop_sequences,
+            response_format=_response_format(self.output_format),
+        )
+
+
+def _response_format(output_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return OpenAI's form of an output format."""
+    if output_format is None:
+        return None
+    if output_format.get("type") != "json_schema":
+        raise refuse("output_format.type", output_format.get("type"), wanted="json_schema")
+    return {"type": "json_schema", "json_schema": {"schema": output_format.get("schema")}}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON object of an error in Anthropic's form."""
+    kind = _ERROR_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": " ".join(error.message.split())}}
+
+
+_EVENTS = EventForm(error_body, is_named=True)
+
+
+class AnthropicError(BaseModel):
+    """The body of every error of this API."""
+
+    type: Literal["error"]
+    error: dict[str, str]  # type and message
+
+
+for _beginning in ("/v1/messages", "/anthropic/"):
+    ERROR_FORMS[_beginning] = error_body
+    ERROR_MODELS[_beginning] = AnthropicError
+
+
+# Requests.
+
+
+def conversation_of(request: MessageFields) -> Conversation:
+    """Return the conversation of a request. Raise OptionError for a wrong field."""
+    messages: list[dict[str, Any]] = []
+    if request.system:
+        system = {"role": "system", "content": _text("system", request.system)}
+        messages.append(system)
+    for index, message in enumerate(request.messages):
+        messages += _messages_of(f"messages[{index}]", message)
+    choice = request.tool_choice or {"type": "auto"}
+    thinking = request.thinking.get("type") if request.thinking else None
+    return Conversation(
+        messages,
+        tools=_tools(request.tools or []),
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
+        options={} if thinking is None else {"enable_thinking": thinking != "disabled"},
+    )
+
+
+def _messages_of(name: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages in OpenAI's form that one message becomes."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refuse(f"{name}.role", role, wanted="user or assistant")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list):
+        raise refuse(f"{name}.content", content, wanted="a string or a list of blocks")
+    text: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        where = f"{name}.content[{index}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            text.append(_string(where, block, key="text"))
+        elif kind == "tool_result" and role == "user":
+            yield {
+                "role": "tool",
+                "tool_call_id": _string(where, block, key="tool_use_id"),
+                "content": _text(where, block.get("content") or ""),
+            }
+        elif kind == "tool_use" and role == "assistant":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block.get("name"), "arguments": arguments}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(_string(where, block, key="thinking"))
+        elif kind != "redacted_thinking":
+            reason = f"is {show(kind)}, which is not supported for role {role}."
+            raise OptionError(f"{where}.type", f"{reason} It must be text or part of a tool call.")
+    if role == "assistant":
+        result: dict[str, Any] = {"role": role, "content": "".join(text)}
+        if thoughts:
+            result["reasoning_content"] = "".join(thoughts)
+        yield {**result, "tool_calls": calls} if calls else result
+    elif text:
+        yield {"role": role, "content": "".join(text)}
+
+
+def _text(name: str, content: Any) -> str:
+    """Return a text that may be a list of text blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refuse(name, content, wanted="a string or a list of text blocks")
+    parts = []
+    for index, block in enumerate(content):
+        where = f"{name}[{index}]"
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise refuse(where, block, wanted="a text block")
+        parts.append(_string(where, block, key="text"))
+    return "".join(parts)
+
+
+def _string(name: str, block: dict[str, Any], *, key: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise refuse(f"{name}.{key}", value, wanted="a string")
+    return value
+
+
+def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools in OpenAI's form."""
+    converted = []
+    for index, tool in enumerate(tools):
+        if tool.get("type", "custom") not in ("custom", None):
+            wanted = "custom, because the server runs no tools itself"
+            raise refuse(f"tools[{index}].type", tool["type"], wanted=wanted)
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+        for key in ("description", "strict"):
+            if tool.get(key) is not None:
+                function[key] = tool[key]
+        converted.append({"type": "function", "function": function})
+    return converted
+
+
+def _tool_choice(choice: dict[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _TOOL_CHOICES:
+        raise refuse("tool_choice.type", kind, wanted="auto, any, none or tool")
+    return _TOOL_CHOICES[kind]
+
+
+async def prepare_message(state: ServerState, request: MessagesRequest) -> PreparedRequest:
+    """Make the prompt and the options. Raise OptionError for a bad field."""
+    return await prepare_conversation(
+        state,
+        conversation_of(request),
+        fields=request.sampling,
+        limits=Limits(max_new_tokens=request.max_tokens),
+    )
+
+
+# Responses.
+
+
+@dataclass
+class _OpenBlock:
+    """The content block that the events of a stream are in."""
+
+    kind: Literal["thinking", "text", "tool_use"] | None = None
+    call: int = -1  # index of the tool call
+    index: int = -1
+    num_calls: int = field(default=0)
+
+
+class MessageReply:
+    """Builds the JSON of one response."""
+
+    def __init__(self, state: ServerState, request: MessagesRequest) -> None:
+        self._state = state
+        self._stops = set(request.stop_sequences or ())
+        self._id = f"msg_{uuid.uuid4().hex}"
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the body of a response without `stream`."""
+        (answer,), usage = answers, Usage()
+        usage.add(jobs[0], answer)
+        blocks: list[dict[str, Any]] = []
+        if answer.reasoning_content:
+            thinking = answer.reasoning_content
+            blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
+        if answer.text:
+            blocks.append({"type": "text", "text": answer.text})
+        blocks += [
+            {**_call_block(call), "input": _arguments(call)} for call in answer.tool_calls or []
+        ]
+        return {**self._message(usage), "content": blocks, **_stop(answer)}
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """Yield the events of a response with `stream`."""
+        usage, block = Usage(), _OpenBlock()
+        for job in jobs:
+            usage.prompt[job.prompt_index] = (len(job.stream.prompt_ids), 0)
+        message = {**self._message(usage), "content": []}
+        first = [{"type": "message_start", "message": message}]
+
+        def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
+            usage.add(job, piece)
+            yield from _block_events(piece, block)
+            if piece.finish_reason is not None:
+                yield from _close(block)
+                yield {"type": "message_delta", "delta": _stop(piece), "usage": _usage(usage)}
+                yield {"type": "message_stop"}
+
+        return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, form=_EVENTS)
+
+    def _message(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._state.model_name,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(usage),
+        }
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    body = usage.body()
+    cached = body["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": body["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": body["completion_tokens"],
+    }
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    """Return why an answer ended."""
+    if answer.stop_word is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_word}
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    reason = reasons.get(answer.finish_reason or "", "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _call_block(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments as an object. Broken ones become one text."""
+    try:
+        value = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"invalid_arguments": call.function.arguments}
+
+
+def _block_events(piece: Answer, block: _OpenBlock) -> Iterator[EventJson]:
+    """Yield the events of one chunk, which may open and close blocks."""
+    if piece.reasoning_content:
+        if block.kind != "thinking":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from _open(block, "thinking", empty=empty)
+        delta = {"type": "thinking_delta", "thinking": piece.reasoning_content}
+        yield _delta(block, delta)
+    if piece.text:
+        if block.kind != "text":
+            yield from _open(block, "text", empty={"type": "text", "text": ""})
+        yield _delta(block, {"type": "text_delta", "text": piece.text})
+    for call in piece.tool_calls or []:
+        if block.kind != "tool_use" or block.call != call.index:
+            yield from _open(block, "tool_use", empty=_call_block(call))
+            block.call = call.index
+        if call.function.arguments:
+            delta = {"type": "input_json_delta", "partial_json": call.function.arguments}
+            yield _delta(block, delta)
+
+
+def _open(
+    block: _OpenBlock, kind: Literal["thinking", "text", "tool_use"], *, empty: dict[str, Any]
+) -> Iterator[EventJson]:
+    yield from _close(block)
+    block.kind = kind
+    block.index += 1
+    yield {"type": "content_block_start", "index": block.index, "content_block": empty}
+
+
+def _close(block: _OpenBlock) -> Iterator[EventJson]:
+    if block.kind is not None:
+        block.kind = None
+        yield {"type": "content_block_stop", "index": block.index}
+
+
+def _delta(block: _OpenBlock, delta: dict[str, Any]) -> EventJson:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+_ENDPOINT = Endpoint(
+    prepare_message,
+    MessageReply,
+    fields={"prompt": "messages", "stop": "stop_sequences"},
+    model=lambda body: body.model,
+)
+
+
+@post(
+    router,
+    "/v1/messages",
+    body=MessagesRequest,
+    errors=(404,),
+    needs_slot=True,
+    events=True,
+)
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """Serve Anthropic's messages."""
+    return await respond(request, endpoint=_ENDPOINT, body=body)
+
+
+@post(router, "/v1/messages/count_tokens", body=MessageFields, errors=(404,), needs_slot=True)
+async def count_tokens(request: Request, body: MessageFields) -> Response:
+    """Return the number of tokens of a conversation as a prompt."""
+    state = state_of(request)
+    check_model(state, body.model)
+    conversation = conversation_of(body)
+    with state.admission.enter():
+        prompt = await asyncio.to_thread(
+            encode_chat,
+            state.engine.loaded,
+            list(conversation.messages),
+            tool_use=check_tool_use(conversation.tools, conversation.tool_choice),
+            template_options=conversation.options,
+        )
+    return JsonResponse({"input_tokens": len(prompt.ids)})
+
+
+@router.get("/anthropic/v1/models", responses=documented())
+async def anthropic_models(request: Request) -> dict[str, Any]:
+    """Return the served model in Anthropic's form."""
+    name = state_of(request).model_name
+    model = {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+    return {"data": [model], "has_more": False, "first_id": name, "last_id": name}

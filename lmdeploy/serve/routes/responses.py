@@ -1,0 +1,431 @@
+"""①⑨ POST /v1/responses: OpenAI's Responses API with function tools."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, PrivateAttr
+
+from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.response import Response as Answer
+from lmdeploy.serve.errors import ApiError, JsonResponse, error_response
+from lmdeploy.serve.http.response_store import StoredResponse
+from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
+from lmdeploy.serve.routes.base import Endpoint, post, respond, state_of
+from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
+from lmdeploy.serve.routes.documentation import documented
+from lmdeploy.serve.sampling import Limits
+from lmdeploy.serve.schema import Objects, SamplingFields
+from lmdeploy.serve.state import ServerState
+from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
+
+router = APIRouter()
+
+Item = dict[str, Any]
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class ResponsesRequest(SamplingFields):
+    """Body of POST /v1/responses."""
+
+    model: str
+    input: str | Objects
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    background: bool | None = False
+    _owner: str = PrivateAttr(default="")  # set by the route
+    _messages: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+    @property
+    def effort(self) -> str | None:
+        """Return the effort of the reasoning."""
+        effort = (self.reasoning or {}).get("effort")
+        if not isinstance(effort, (str, type(None))):
+            raise refuse("reasoning.effort", effort, wanted="a string")
+        return effort
+
+
+# Requests.
+
+
+def input_messages(items: str | list[Item]) -> list[dict[str, Any]]:
+    """Return input items as messages of chat completions. Raise OptionError for a wrong item.
+
+    Reasoning and function calls belong to the message of the assistant that is next to them.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        _add_item(messages, f"input[{index}]", item=item)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], name: str, *, item: Item) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        text = _text(f"{name}.content", item.get("content"))
+        last = messages[-1] if messages else {}
+        if role == "assistant" and last.get("role") == role and not last["content"]:
+            last["content"] = text  # after its reasoning
+        else:
+            messages.append({"role": role, "content": text})
+    elif kind == "reasoning":
+        thoughts = _text(name, item.get("content") or item.get("summary") or "")
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _text(f"{name}.output", item.get("output"))
+        call_id = item.get("call_id")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    else:
+        wanted = "message, reasoning, function_call or function_call_output"
+        raise refuse(f"{name}.type", kind, wanted=wanted)
+
+
+def _text(name: str, content: Any) -> str:
+    """Return a text that may be a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refuse(name, content, wanted="a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text" if kind != "refusal" else "refusal") if kind is not None else None
+        if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
+            reason = f"is {show(kind)}. It must be a text part with a string."
+            raise OptionError(f"{name}[{index}].type", reason)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools(tools: Sequence[Item]) -> list[Item]:
+    """Return tools in the form of chat completions."""
+    converted = []
+    for index, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            wanted = "function, because the server runs no tools itself"
+            raise refuse(f"tools[{index}].type", tool.get("type"), wanted=wanted)
+        keys = ("name", "description", "parameters", "strict")
+        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        converted.append({"type": "function", "function": function})
+    return converted
+
+
+def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the `response_format` of chat completions for the field `text`."""
+    form = (text or {}).get("format")
+    if form is None:
+        return None
+    if not isinstance(form, dict):
+        raise refuse("text.format", form, wanted="an object with a type")
+    if form.get("type") != "json_schema":
+        return form
+    schema = {key: form.get(key) for key in ("name", "schema", "strict")}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+async def prepare_response(state: ServerState, request: ResponsesRequest) -> PreparedRequest:
+    """Make the prompt and the options. Raise ApiError or OptionError for a bad field."""
+    if request.background:
+        raise OptionError("background", "is true, but the server answers at once. Remove it.")
+    messages = input_messages(request.input)
+    if request.previous_response_id is not None:
+        messages = [*_previous(state, request).messages, *messages]
+    request._messages = messages
+    instructions = [{"role": "system", "content": request.instructions or ""}]
+    conversation = Conversation(
+        [*(instructions if request.instructions else []), *messages],
+        tools=_tools(request.tools or []),
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        options={} if request.effort is None else {"reasoning_effort": request.effort},
+        begins_answer=True if messages and messages[-1]["role"] == "assistant" else None,
+    )
+    response_format = _response_format(request.text) or request.response_format
+    fields = request.model_copy(update={"response_format": response_format})
+    limits = Limits(max_new_tokens=request.max_output_tokens)
+    return await prepare_conversation(state, conversation, fields=fields, limits=limits)
+
+
+def _previous(state: ServerState, request: ResponsesRequest) -> StoredResponse:
+    name = request.previous_response_id or ""
+    found = state.responses.get(name, owner=request._owner)
+    if found is None:
+        message = f"previous_response_id is {show(name)}, but there is no such response."
+        raise ApiError(
+            404, message, param="previous_response_id", code="previous_response_not_found"
+        )
+    return found
+
+
+# Responses.
+
+
+@dataclass
+class _Output:
+    """The output items of a response so far."""
+
+    items: list[Item] = field(default_factory=list)
+    is_open: bool = False  # the last item may still grow
+
+    def add(self, piece: Answer) -> Iterator[EventJson]:
+        """Add a chunk. Yield its events without their numbers."""
+        if piece.reasoning_content:
+            yield from self._add_text("reasoning", piece.reasoning_content)
+        if piece.text:
+            yield from self._add_text("message", piece.text)
+        for call in piece.tool_calls or []:
+            if call.function.name:
+                yield from self.close()
+                item = _item("function_call", "fc", call_id=call.id, name=call.function.name)
+                yield from self._open({**item, "arguments": ""})
+            if call.function.arguments:
+                self.items[-1]["arguments"] += call.function.arguments
+                yield self._event("function_call_arguments.delta", delta=call.function.arguments)
+
+    def _add_text(self, kind: str, text: str) -> Iterator[EventJson]:
+        last = self.items[-1] if self.items else {}
+        if not self.is_open or last.get("type") != kind:
+            yield from self.close()
+            more: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+            prefix = "msg" if kind == "message" else "rs"
+            yield from self._open({**_item(kind, prefix), **more, "content": []})
+            part = _part(kind, "")
+            yield self._event("content_part.added", content_index=0, part=part)
+            self.items[-1]["content"] = [{**part}]
+        self.items[-1]["content"][0]["text"] += text
+        also: Item = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"{_name(kind)}.delta", content_index=0, delta=text, **also)
+
+    def _open(self, item: Item) -> Iterator[EventJson]:
+        self.is_open = True
+        self.items.append({**item})
+        added = {"output_index": len(self.items) - 1, "item": {**item}}
+        yield {"type": "response.output_item.added", **added}
+
+    def close(self, status: str = "completed") -> Iterator[EventJson]:
+        """Yield the events that end the last item."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("function_call_arguments.done", **done)
+        else:
+            part = item["content"][0]
+            more: Item = {"logprobs": []} if item["type"] == "message" else {}
+            name = f"{_name(item['type'])}.done"
+            yield self._event(name, content_index=0, text=part["text"], **more)
+            yield self._event("content_part.done", content_index=0, part=part)
+        index = len(self.items) - 1
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+    def _event(self, event: str, **fields: Any) -> EventJson:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": f"response.{event}", **place, **fields}
+
+
+def _item(kind: str, prefix: str, **fields: Any) -> Item:
+    item_id = f"{prefix}_{secrets.token_hex(16)}"
+    return {"id": item_id, "type": kind, "status": "in_progress", **fields}
+
+
+def _part(kind: str, text: str) -> Item:
+    if kind == "message":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
+
+
+def _name(kind: str) -> str:
+    return "output_text" if kind == "message" else "reasoning_text"
+
+
+class ResponsesReply:
+    """Builds the JSON of one response, and stores the response when it is complete."""
+
+    def __init__(self, state: ServerState, request: ResponsesRequest) -> None:
+        self._state = state
+        self._request = request
+        self._id = f"resp_{secrets.token_hex(24)}"
+        self._created = int(time.time())
+        self._output = _Output()
+        self._usage = Usage()
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the body of a response without `stream`."""
+        self._usage.add(jobs[0], answers[0])
+        for _ in self._output.add(answers[0]):
+            pass
+        return self._finish(answers[0], list(self._output.close(_status(answers[0]))))
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """Yield the events of a response with `stream`."""
+        number = 0
+
+        def numbered(event: EventJson) -> EventJson:
+            nonlocal number
+            number += 1
+            return {**event, "sequence_number": number - 1}
+
+        def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
+            self._usage.add(job, piece)
+            events = list(self._output.add(piece))
+            if piece.finish_reason is not None:
+                events += self._output.close(_status(piece))
+                body = self._finish(piece, events)
+                events.append({"type": f"response.{body['status']}", "response": body})
+            yield from map(numbered, events)
+
+        def failed(error: ApiError) -> EventJson:
+            code = str(error.code or error.status)
+            told = {"code": code, "message": error.message, "param": error.param}
+            return numbered({"type": "error", **told})
+
+        begun = self._body("in_progress")
+        first = [
+            numbered({"type": f"response.{name}", "response": begun})
+            for name in ("created", "in_progress")
+        ]
+        form = EventForm(failed, is_named=True)
+        return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, form=form)
+
+    def _finish(self, answer: Answer, events: list[EventJson]) -> dict[str, Any]:
+        """Return the body of the complete response, and store it if the request wants that.
+
+        `events` are those of the last item, which is closed now.
+        """
+        body = self._body(_status(answer))
+        if body["status"] == "incomplete":
+            reason = "max_output_tokens" if answer.finish_reason == "length" else "aborted"
+            body["incomplete_details"] = {"reason": reason}
+        body["usage"] = self._usage_body(answer)
+        request = self._request
+        if request.store is not False:
+            messages = [*request._messages, *input_messages(self._output.items)]
+            self._state.responses.add(StoredResponse(request._owner, body, messages))
+        return body
+
+    def _usage_body(self, answer: Answer) -> dict[str, Any]:
+        usage = self._usage.body()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _num_reasoning_tokens(self) -> int:
+        """Return the number of tokens that the text of the reasoning has alone."""
+        tokenizer = self._state.engine.loaded.tokenizer
+        items = [item for item in self._output.items if item["type"] == "reasoning"]
+        texts = [item["content"][0]["text"] for item in items]
+        return sum(len(tokenizer.encode(text, add_special=False)) for text in texts)
+
+    def _body(self, status: str) -> dict[str, Any]:
+        request, sampling = self._request, self._state.engine.loaded.sampling
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._state.model_name,
+            "output": self._output.items,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": request.effort, "summary": None},
+            "store": request.store is not False,
+            "temperature": _or(request.temperature, sampling["temperature"]),
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": _or(request.top_p, sampling["top_p"]),
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _or(value: float | None, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _status(answer: Answer) -> str:
+    return "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
+
+
+def _owner(request: Request) -> str:
+    """Return a hash of the key that a request sends."""
+    given = request.headers.get("authorization", "") + request.headers.get("x-api-key", "")
+    return hashlib.sha256(given.encode()).hexdigest()
+
+
+_ENDPOINT = Endpoint(
+    prepare_response,
+    ResponsesReply,
+    fields={"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
+    model=lambda body: body.model,
+)
+
+
+@post(
+    router,
+    "/v1/responses",
+    body=ResponsesRequest,
+    errors=(404,),
+    needs_slot=True,
+    events=True,
+)
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    """Serve OpenAI's responses."""
+    body._owner = _owner(request)
+    return await respond(request, endpoint=_ENDPOINT, body=body)
+
+
+@router.get("/v1/responses/{response_id}", responses=documented(404))
+async def get_response(request: Request, response_id: str) -> Response:
+    """Return a stored response."""
+    found = state_of(request).responses.get(response_id, owner=_owner(request))
+    return _unknown(response_id) if found is None else JsonResponse(found.body)
+
+
+@router.delete("/v1/responses/{response_id}", responses=documented(404))
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Remove a stored response."""
+    if not state_of(request).responses.remove(response_id, owner=_owner(request)):
+        return _unknown(response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _unknown(response_id: str) -> Response:
+    return error_response(ApiError(404, f"There is no response {json.dumps(response_id[:100])}."))

@@ -1,0 +1,66 @@
+"""GET / and /web/{name}: a page to chat with the model and to watch the KV cache.
+
+The page needs no API key, because it contains no data. It asks the user for the key and sends it
+with every request to the other endpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse
+
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.routes.base import state_of
+
+router = APIRouter()
+
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_FILES = {
+    path.name: path
+    for path in Path(__file__).resolve().parents[1].joinpath("web").iterdir()
+    if path.suffix in _TYPES
+}
+PUBLIC_PATHS = ("/", *(f"/web/{name}" for name in _FILES))
+
+# The page loads only its own files and sends requests only to this server. It has no inline script
+# or style, and Trusted Types stop it from turning any text into HTML.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@router.get("/", include_in_schema=False)
+async def page(request: Request) -> FileResponse:
+    """Return the web page."""
+    return _file(request, "index.html")
+
+
+@router.get("/web/{name}", include_in_schema=False)
+async def page_file(request: Request, name: str) -> FileResponse:
+    """Return a script, the style sheet or the icon of the web page."""
+    return _file(request, name)
+
+
+def _file(request: Request, name: str) -> FileResponse:
+    if not state_of(request).enable_web_page:
+        raise ApiError(404, "The web page is disabled by --disable-web-page.")
+    path = _FILES.get(name)
+    if path is None:
+        raise ApiError(404, f"The web page has no file {name[:100]!r}.")
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)

@@ -1,0 +1,62 @@
+// The settings of a request. An empty field is left out, so that the server uses its default.
+
+const STORED = "settings";
+const TEXTS = new Set(["system", "reasoning_effort"]);
+
+export class Settings {
+  #form;
+
+  constructor(form) {
+    this.#form = form;
+    const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
+    for (const [name, value] of Object.entries(stored)) {
+      const field = form.elements.namedItem(name);
+      if (field) {
+        field.value = value;
+      }
+    }
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.addEventListener("input", () => this.#changed());
+    form.addEventListener("reset", () => setTimeout(() => this.#changed()));
+    this.#changed();
+  }
+
+  /** Return an empty string, or what is wrong with the first wrong field. */
+  problem() {
+    const field = this.#form.querySelector(":invalid");
+    return field ? `${field.labels[0].firstChild.textContent.trim()}: ${field.validationMessage}` : "";
+  }
+
+  /** Return `system` and the fields of the request. REQUIRES: there is no problem. */
+  values() {
+    const values = {};
+    for (const [name, text] of new FormData(this.#form)) {
+      if (text.trim() !== "") {
+        values[name] = parse(name, text);
+      }
+    }
+    return values;
+  }
+
+  #changed() {
+    const tools = this.#form.elements.tools;
+    let isList = true;
+    if (tools.value.trim() !== "") {
+      try {
+        isList = Array.isArray(JSON.parse(tools.value));
+      } catch {
+        isList = false;
+      }
+    }
+    tools.setCustomValidity(isList ? "" : "This is not a JSON list.");
+    const entries = Object.fromEntries(new FormData(this.#form));
+    sessionStorage.setItem(STORED, JSON.stringify(entries));
+  }
+}
+
+function parse(name, text) {
+  if (name === "stop") {
+    return text.split("\n").filter((word) => word !== "");
+  }
+  return TEXTS.has(name) ? text : JSON.parse(text);
+}

@@ -1,0 +1,171 @@
+"""Tests of Anthropic's API with its own client, over scripted answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from fake_engine import TEMPLATE, make_engine
+from serving import serving
+
+from lmdeploy.chat.formats.base import ModelInfo
+from lmdeploy.chat.formats.registry import choose_format
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ANSWER = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
+TOOL = {
+    "name": "get_weather",
+    "description": "Return the weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+ASK = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Weather?"}]}
+
+
+def make(answer: Any, **options: Any) -> Any:
+    engine = make_engine(answer, session_len=8192, **options)
+    model = ModelInfo("llama", engine.loaded.tokenizer, TEMPLATE)
+    engine.loaded.chat_format = choose_format(
+        model, reasoning_parser="qwen3", tool_call_parser="prompted"
+    )
+    return engine
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(make(lambda prompt: ANSWER if "Weather" in prompt else prompt)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
+
+
+def check(message: anthropic.types.Message) -> None:
+    thinking, text, call = message.content
+    assert (thinking.type, text.type, call.type) == ("thinking", "text", "tool_use")
+    assert (thinking.thinking, text.text) == ("Hm.", "I look.")  # type: ignore[union-attr]
+    assert (call.name, call.input) == ("get_weather", {"city": "Paris"})  # type: ignore[union-attr]
+    assert message.stop_reason == "tool_use" and message.id.startswith("msg_")
+    assert message.usage.input_tokens > 10 and message.usage.output_tokens > 40
+
+
+def test_messages_answer_has_thinking_text_and_calls(client: anthropic.Anthropic) -> None:
+    check(client.messages.create(**ASK, tools=[TOOL]))
+
+
+def test_messages_streamed_answer_joins_to_the_whole(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(**ASK, tools=[TOOL]) as stream:
+        names = [event.type for event in stream]
+        check(stream.get_final_message())
+    assert names[0] == "message_start" and names[-1] == "message_stop"
+    assert names.count("content_block_start") == names.count("content_block_stop") == 3
+
+
+def test_messages_conversation_reaches_the_template_in_order(client: anthropic.Anthropic) -> None:
+    use = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "7"}]}
+    message = client.messages.create(
+        model="m",
+        max_tokens=2000,
+        system=[{"type": "text", "text": "Be kind."}],
+        messages=[
+            {"role": "user", "content": "Rome?"},
+            {"role": "assistant", "content": [{"type": "text", "text": "So."}, use]},  # type: ignore[list-item]
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},  # type: ignore[list-item]
+        ],
+    )
+    (block,) = message.content
+    assert block.type == "text"
+    places = [
+        block.text.index(part)
+        for part in (
+            "<system>Be kind.",
+            "<user>Rome?",
+            "<assistant>So.\n",
+            '{"name": "get_weather", "arguments": {"city": "Rome"}}',
+            "<user><tool_response>\n7\n",
+            "<user>And?",
+        )
+    ]
+    assert places == sorted(places)
+    assert message.stop_reason == "end_turn"
+
+
+def test_messages_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+    ask = {**ASK, "messages": [{"role": "user", "content": "one two three"}]}
+    message = client.messages.create(**ask, stop_sequences=["three", "two"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "two")
+    message = client.messages.create(**{**ask, "max_tokens": 3})
+    assert message.stop_reason == "max_tokens"
+
+
+def test_messages_tool_choice_any_is_enforced_by_a_grammar(
+    client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars: list[str] = []
+    monkeypatch.setattr(
+        "lmdeploy.chat.grammar.Grammars.token_mask",
+        lambda _, text, *, field: grammars.append(text),
+    )
+    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        client.messages.create(**ASK, tools=[TOOL], tool_choice=choice)
+    assert len(grammars) == 2 and all("get_weather" in text for text in grammars)
+
+
+def test_messages_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
+    ask = {name: ASK[name] for name in ("model", "messages")}
+    count = client.messages.count_tokens(**ask, tools=[TOOL]).input_tokens
+    usage = client.messages.create(**ASK, tools=[TOOL]).usage
+    assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind", "text"),
+    [
+        ({"model": "other"}, 404, "not_found_error", "model is 'other'"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens is 0"),
+        ({"messages": []}, 400, "invalid_request_error", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].type is 'image'",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "x"}]},
+            400,
+            "invalid_request_error",
+            "tools[0].type is 'web_search_20250305'",
+        ),
+        ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "tool_choice.type is 'x'"),
+    ],
+)
+def test_messages_errors_have_the_form_of_the_api(
+    url: str, change: dict[str, Any], status: int, kind: str, text: str
+) -> None:
+    reply = httpx.post(f"{url}/v1/messages", json={**ASK, **change})
+    body = reply.json()
+    assert (reply.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert text in body["error"]["message"]
+
+
+def test_messages_models_are_listed(url: str) -> None:
+    listed = httpx.get(f"{url}/anthropic/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["m"]
+
+
+def test_messages_key_is_read_from_its_own_header() -> None:
+    with serving(make(lambda _: "x"), api_keys=["secret"]) as address:
+        for headers, status in (
+            ({"x-api-key": "secret"}, 200),
+            ({"Authorization": "Bearer secret"}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": "secret", "Authorization": "Bearer wrong"}, 401),
+        ):
+            reply = httpx.post(f"{address}/v1/messages", json=ASK, headers=headers)
+            assert reply.status_code == status
+        assert reply.json()["error"]["type"] == "authentication_error"

@@ -1,0 +1,174 @@
+"""Tests of the Responses API with OpenAI's client, over scripted answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import serving
+from test_messages_api import ANSWER, make
+
+from lmdeploy.serve.http import response_store
+from lmdeploy.serve.http.response_store import ResponseStore, StoredResponse
+
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+
+
+def answer(prompt: str) -> str:
+    is_question = prompt.endswith("Weather?\n<assistant>") and "kind" not in prompt
+    return ANSWER if is_question else prompt
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(make(answer)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+
+
+def check(response: Any) -> None:
+    reasoning, message, call = response.output
+    assert (reasoning.type, message.type, call.type) == ("reasoning", "message", "function_call")
+    assert reasoning.content[0].text == "Hm." and response.output_text == "I look."
+    assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
+    assert {item.status for item in response.output} == {"completed"}
+    assert response.status == "completed" and response.id.startswith("resp_")
+    assert response.usage.output_tokens > 40
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < 10
+
+
+def test_responses_answer_has_reasoning_message_and_call(client: openai.OpenAI) -> None:
+    check(client.responses.create(model="m", input="Weather?", tools=[TOOL]))
+
+
+def test_responses_streamed_events_join_to_the_whole(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="m", input="Weather?", tools=[TOOL]) as stream:
+        events = list(stream)
+        check(stream.get_final_response())
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert names[:2] == ["created", "in_progress"] and names[-1] == "completed"
+    kinds = {name for name in names if "delta" not in name}
+    assert kinds == {
+        *("created", "in_progress", "completed", "output_item.added", "output_item.done"),
+        *("content_part.added", "content_part.done", "reasoning_text.done", "output_text.done"),
+        "function_call_arguments.done",
+    }
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == "I look."
+
+
+def test_responses_previous_response_is_continued(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="m", input="Weather?", tools=[TOOL])
+    (call_id,) = [item.call_id for item in first.output if item.type == "function_call"]
+    output: Any = {"type": "function_call_output", "call_id": call_id, "output": "7 degrees"}
+    second = client.responses.create(
+        model="m",
+        instructions="Be kind.",
+        input=[output, {"role": "user", "content": "Weather?"}],
+        previous_response_id=first.id,
+    )
+    text = second.output_text
+    parts = ("<system>Be kind.", "<user>Weather?", "I look.", '"Paris"', "7 degrees", "<user>")
+    places = [text.index(part) for part in parts[:-1]]
+    assert places == sorted(places)
+    assert client.responses.retrieve(first.id).output == first.output
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        client.responses.create(model="m", input="x", previous_response_id=first.id)
+
+
+def test_responses_are_visible_only_to_the_key_that_made_them(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello")
+    other = client.with_options(api_key="y")
+    for use in (
+        lambda: other.responses.retrieve(made.id),
+        lambda: other.responses.delete(made.id),
+        lambda: other.responses.create(model="m", input="x", previous_response_id=made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            use()
+    assert client.responses.retrieve(made.id).id == made.id
+
+
+def test_responses_that_are_not_stored_cannot_be_continued(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_responses_limit_of_tokens_makes_them_incomplete(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", max_output_tokens=3)
+    assert made.status == "incomplete" and made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+
+
+def test_responses_text_format_is_a_grammar(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars: list[str] = []
+    monkeypatch.setattr(
+        "lmdeploy.chat.grammar.Grammars.token_mask",
+        lambda _, text, *, field: grammars.append(text),
+    )
+    schema = {"type": "object", "properties": {"x": {"const": "unusual"}}}
+    form: Any = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    client.responses.create(model="m", input="hello", text={"format": form})
+    client.responses.create(model="m", input="hello", text={"format": {"type": "text"}})
+    assert len(grammars) == 1 and "unusual" in grammars[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "text"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "is 'web_search'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0].type", "is None"),
+        ({"background": True}, "background", "is true"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort", "is 3"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),
+        ({"input": []}, "input", "is []"),
+    ],
+)
+def test_responses_invalid_field_is_named_in_the_error(
+    url: str, change: dict[str, Any], param: str, text: str
+) -> None:
+    reply = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "x", **change})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert text in error["message"]
+
+
+def stored(name: str, owner: str = "a", size: int = 10) -> StoredResponse:
+    return StoredResponse(owner, {"id": name, "text": "x" * size}, [])
+
+
+def test_response_store_is_bounded_by_entries_bytes_and_age(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    store = ResponseStore(clock=lambda: now)
+    monkeypatch.setattr(response_store, "MAX_ENTRIES", 3)
+    for i in range(5):
+        store.add(stored(str(i)))
+    assert len(store) == 3 and store.get("1", owner="a") is None
+    monkeypatch.setattr(response_store, "MAX_BYTES", 1000)
+    store.add(stored("large", size=900))
+    assert len(store) <= 3 and store.num_bytes <= 1000 and store.get("large", owner="a")
+    store.add(stored("too large", size=2000))
+    assert len(store) == 0 and store.num_bytes == 0
+    store.add(stored("old"))
+    now = response_store.MAX_AGE_SECONDS + 1.0
+    assert store.get("old", owner="a") is None and store.num_bytes == 0
