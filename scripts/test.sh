@@ -17,6 +17,7 @@ need ccache ccache
 need clang-format clang-format
 need doctest/doctest.h doctest-dev
 need valgrind/callgrind.h valgrind
+need chromium chromium # tests of the web page
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
 [ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
   missing+=(python3-dev)

@@ -1,4 +1,4 @@
-"""`lmdeploy check_env`: versions, the machine, and what stands in the way."""
+"""Report versions, the machine and its devices (`lmdeploy check_env`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lmdeploy.base.installed import OURS, installed_version, namesake_warning
 from lmdeploy.base.resources import cpu_name, cpu_quota, free_memory_bytes, usable_cores
-from lmdeploy.config.kv_formats import reported_formats
+from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.version import __version__
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def report() -> Iterator[str]:
     try:
         from lmdeploy import _turbomind
 
-        yield f"engine: built, instruction sets {', '.join(_turbomind.available_cpu_isas())}"
+        yield f"engine: built; instruction sets: {', '.join(_turbomind.available_cpu_isas())}"
         yield from cpu_device()
         yield from gpus()
         yield from kv_formats()
     except ImportError as error:
-        yield f"engine: MISSING ({error}); build it with pip install ."
+        yield f"engine: missing ({error}). Build it with `pip install .`."
     for name in _PACKAGES:
         yield f"{name}: {installed_version(name) or 'not installed'}"
     warning = namesake_warning()
@@ -73,13 +73,13 @@ def cpu_device() -> Iterator[str]:
     except ValueError as error:  # LMDEPLOY_CPU_ISA
         yield f"device: ERROR {error}"
         return
-    yield f"device: {device.name}; LMDEPLOY_CPU_ISA, --num-threads change it"
+    yield f"device: {device.name}; LMDEPLOY_CPU_ISA and --num-threads select another one"
 
 
 def gpus() -> Iterator[str]:
     """Yield each GPU and whether it can be used, or why there is none."""
     from lmdeploy import _turbomind
-    from lmdeploy.engine.devices import cublas_lt_files
+    from lmdeploy.engine.devices import cublas_lt_files, free_bytes
 
     found, why_none = _turbomind.cuda_devices()
     if not found:
@@ -88,23 +88,26 @@ def gpus() -> Iterator[str]:
         total = f"{gpu.memory_bytes / 2**30:.1f} GiB"
         line = f"device: GPU {index}, {gpu.name}, {gpu.capability.generation}, {total}"
         try:
-            free = _turbomind.cuda_free_bytes(index)
             device = _turbomind.make_cuda_device(index, cublas_lt=cublas_lt_files())
+            free = free_bytes(device)
         except ValueError as error:
             yield f"{line}; ERROR {error}"
             continue
-        first = "with --device auto or cuda" if index == 0 else f"with --devices {index}"
-        yield f"{line}, {free / 2**30:.1f} free; used {first}; products: {device.gemm_backend}"
+        flags = "--device auto or cuda" if index == 0 else f"--devices {index}"
+        yield (
+            f"{line}, {free / 2**30:.1f} GiB free; selected by {flags}; "
+            f"matrix multiplication: {device.gemm_backend}"
+        )
 
 
 def kv_formats() -> Iterator[str]:
-    """Yield a table of how each device converts each KV format."""
+    """Yield a table that shows how each device converts each KV format."""
     from lmdeploy import _turbomind
 
     found, _ = _turbomind.cuda_devices()
     devices = {"CPU": _turbomind.DeviceCapability()}
     devices |= {f"GPU {index}": gpu.capability for index, gpu in enumerate(found)}
-    yield "KV formats, converted by instructions for them (hardware) or by others (software):"
+    yield "KV formats: converted by dedicated instructions (hardware) or by general ones (software)"
     yield _table_row("", devices)
     for name in reported_formats():
         ways = [_turbomind.kv_cache_conversion(name, device) for device in devices.values()]

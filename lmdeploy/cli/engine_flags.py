@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
 from lmdeploy.config.engine import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
-from lmdeploy.config.kv_formats import KV_QUALITIES, describe_policies
+from lmdeploy.config.kv_format_options import KV_QUALITIES, describe_policies
 from lmdeploy.config.unsupported import unsupported_flags
 
 UNSUPPORTED_FLAGS = unsupported_flags()
@@ -137,6 +138,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "reject checkpoints of any other format: hf, gguf, or a method such as awq",
         default=None,
     )
+    _add_model_flags(group)
     add(
         "--device",
         "where to compute; auto chooses a GPU if one is usable (default: auto)",
@@ -187,6 +189,41 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=_INT,
     )
     _add_execution_flags(group)
+
+
+def _add_model_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of downloads and of changes to a model's config."""
+    group.add_argument(
+        "--revision", help="branch, tag or commit of a hub id (default: its main branch)"
+    )
+    group.add_argument(
+        "--download-dir",
+        metavar="FOLDER",
+        help="folder for downloads from the hub (default: the one of huggingface_hub)",
+    )
+    group.add_argument(
+        "--hf-overrides",
+        type=_json_object,
+        metavar="JSON",
+        help="values that replace those of config.json, as a JSON object; objects are merged",
+    )
+    group.add_argument(
+        "--rope-scaling-factor",
+        type=_FLOAT,
+        default=0.0,
+        help="replace the model's RoPE by dynamic NTK scaling with this factor (default: 0, the "
+        "model's own RoPE)",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object")
+    return value
 
 
 def _add_execution_flags(group: argparse._ActionsContainer) -> None:
@@ -282,10 +319,14 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
-    """Return the engine's options from parsed flags. Raises ValueError for a wrong value."""
+    """Return the engine's options from parsed flags. Raise ValueError for a wrong value."""
     return TurbomindEngineConfig(
         dtype=args.dtype,
         model_format=args.model_format,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        hf_overrides=args.hf_overrides,
+        rope_scaling_factor=args.rope_scaling_factor,
         session_len=args.session_len,
         max_batch_size=args.max_batch_size,
         cache_max_entry_count=args.cache_max_entry_count,

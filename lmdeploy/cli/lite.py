@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lmdeploy.base.checks import refuse
 from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, add_log_level, kv_ingredients
-from lmdeploy.config.kv_formats import (
+from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     TABLE_SUFFIXES,
     UNCALIBRATED_QUALITIES,

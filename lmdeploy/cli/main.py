@@ -48,30 +48,28 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         default=23333,
         help="TCP port; 0 takes any free port (default: %(default)s)",
     )
-    group.add_argument(
-        "--model-name", default=None, help="name of the model in the API (default: its path)"
-    )
+    _add_model_flags(group)
     group.add_argument(
         "--api-keys",
         nargs="*",
         default=None,
         help="clients must send one of these keys (default: no key)",
     )
-    for flag, text in (
-        ("--allow-origins", "allowed origins"),
-        ("--allow-methods", "allowed HTTP methods"),
-        ("--allow-headers", "allowed request headers"),
-    ):
-        group.add_argument(flag, nargs="+", default=["*"], help=f"CORS: {text} (default: all)")
     group.add_argument(
-        "--allow-credentials",
+        "--share-prefix-cache",
         action="store_true",
-        help="CORS: allow cookies and logins (default: off)",
+        help="let requests with different API keys share cached prefixes (default: separate them)",
     )
+    _add_http_flags(group)
     group.add_argument(
         "--disable-fastapi-docs",
         action="store_true",
         help="disable the pages /docs and /openapi.json",
+    )
+    group.add_argument(
+        "--disable-web-page",
+        action="store_true",
+        help="disable the web page at / and POST /render_markdown",
     )
     for flag, part, parsers in (
         ("--reasoning-parser", "reasoning", REASONING_PARSERS),
@@ -81,7 +79,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
             flag,
             choices=parser_names(parsers),
             default=None,
-            help=f"format of {part} in responses (default: chosen by the model)",
+            help=f"format of {part} in responses; none leaves them in the text (default: chosen by "
+            "the model)",
         )
     group.add_argument(
         "--enable-abort-handling",
@@ -104,9 +103,72 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "%(default)s)",
     )
     group.add_argument(
+        "--max-log-len",
+        type=int,
+        default=0,
+        metavar="CHARACTERS",
+        help="most characters of each prompt in the log, which shows prompts only with "
+        "--log-level INFO or DEBUG (default: %(default)s)",
+    )
+    group.add_argument(
         "--dry-run",
         action="store_true",
         help="print the memory plan and exit without loading weights (a hub id is downloaded)",
+    )
+
+
+def _add_http_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--allow-origins",
+        nargs="+",
+        default=None,
+        metavar="ORIGIN",
+        help="CORS: origins of web pages that may use the server, such as https://example.com; * "
+        "allows all (default: pages of this computer)",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="other names under which clients reach the server, such as a proxy's; * accepts all "
+        "(default: the local names if --server-name is a loopback address, else all)",
+    )
+    for flag, text in (
+        ("--allow-methods", "allowed HTTP methods"),
+        ("--allow-headers", "allowed request headers"),
+    ):
+        group.add_argument(flag, nargs="+", default=["*"], help=f"CORS: {text} (default: all)")
+    group.add_argument(
+        "--allow-credentials",
+        action="store_true",
+        help="CORS: allow cookies and logins (default: off)",
+    )
+    group.add_argument(
+        "--ssl",
+        action="store_true",
+        help="serve HTTPS with the PEM files in the environment variables SSL_KEYFILE and "
+        "SSL_CERTFILE",
+    )
+
+
+def _add_model_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of the model in the API and of the proxy."""
+    group.add_argument(
+        "--model-name", default=None, help="name of the model in the API (default: its path)"
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="PATH",
+        help="defaults of the sampling fields: auto (the model's generation_config.json), none, or "
+        "the path of another generation_config.json or of its folder (default: auto)",
+    )
+    group.add_argument(
+        "--proxy-url",
+        default=None,
+        metavar="URL",
+        help="LMDeploy proxy at which the server registers as soon as it listens (default: none)",
     )
 
 

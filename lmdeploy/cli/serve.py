@@ -21,20 +21,27 @@ def run_api_server(args: argparse.Namespace) -> int:
         raise ValueError("--api-keys needs at least one key.")
     options = ServerOptions(
         model_name=args.model_name,
+        generation_config=args.generation_config,
+        proxy_url=args.proxy_url,
         server_name=args.server_name,
         server_port=args.server_port,
         api_keys=keys,
+        share_prefix_cache=args.share_prefix_cache,
         allow_origins=args.allow_origins,
+        allowed_hosts=args.allowed_hosts,
         allow_credentials=args.allow_credentials,
         allow_methods=args.allow_methods,
         allow_headers=args.allow_headers,
         disable_fastapi_docs=args.disable_fastapi_docs,
+        disable_web_page=args.disable_web_page,
         log_level=args.log_level,
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
         enable_abort_handling=args.enable_abort_handling,
         shutdown_timeout=args.shutdown_timeout,
         max_concurrent_requests=args.max_concurrent_requests,
+        max_log_len=args.max_log_len,
+        ssl=args.ssl,
     )
     server.check_options(options)
     if args.dry_run:
@@ -48,15 +55,14 @@ def run_api_server(args: argparse.Namespace) -> int:
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     """Return the lines of a model's memory plan without loading its weights."""
     from lmdeploy import _turbomind
-    from lmdeploy.engine.devices import open_device
+    from lmdeploy.engine.devices import device_line, free_bytes, open_device
     from lmdeploy.engine.kv_quality import cache_line
     from lmdeploy.engine.plan import plan_engine
 
-    target = open_device(config)
-    device = target.device
+    device = open_device(config)
     files, engine_config, kv = plan_engine(model_path, config, device=device)
     info = files.info
-    free = target.free_bytes()
+    free = free_bytes(device)
     left = max(free - info.weight_bytes, 0)
     plan = _turbomind.plan_memory(info.config, engine_config, left, device.capability)
     peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
@@ -66,7 +72,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     touched = f"touched bytes: {plan.touched_bytes:,} (memory is taken as tokens arrive)"
     return [
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
-        target.line,
+        device_line(device),
         f"free memory: {free:,} bytes",
         cache_line(kv, plan, session_len=engine_config.session_len),
         f"blocks: {plan.num_blocks:,} of {engine_config.cache_block_seq_len} tokens",

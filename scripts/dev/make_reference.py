@@ -26,7 +26,23 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 NOTE = "<!-- Written by scripts/dev/make_reference.py. Do not edit by hand. -->"
 # Module, constant, what it limits. {} is the place of the number.
 LIMITS = (
-    ("serve.schema", "MAX_BODY_BYTES", "{} bytes in a request's body"),
+    ("serve.http.bodies", "MAX_BODY_BYTES", "{} bytes in a request's body"),
+    ("serve.http.bodies", "MAX_OPEN_BODIES", "{} incomplete bodies at the same time"),
+    ("serve.http.bodies", "MAX_OPEN_BYTES", "{} bytes in incomplete bodies at the same time"),
+    ("serve.http.bodies", "BODY_SECONDS", "{} seconds until a body is complete"),
+    (
+        "serve.http.connections",
+        "HEAD_SECONDS",
+        "{} seconds until the head of a request is complete",
+    ),
+    (
+        "serve.http.connections",
+        "MAX_WAITING",
+        "{} connections that send no complete head for a second",
+    ),
+    ("serve.http.response_store", "MAX_ENTRIES", "{} stored responses"),
+    ("serve.http.response_store", "MAX_BYTES", "{} bytes of stored responses"),
+    ("serve.http.response_store", "MAX_AGE_SECONDS", "{} seconds for which a response is stored"),
     ("serve.schema", "MAX_BODY_VALUES", "{} JSON values in a body; a token id is one"),
     ("serve.schema", "MAX_PROMPTS", "{} prompts in a request"),
     ("serve.jobs", "MAX_ANSWERS", "{} choices in a request, over all prompts"),
@@ -36,6 +52,8 @@ LIMITS = (
     ("serve.jobs", "MAX_LOGPROB_VALUES", "{} log probabilities in a response"),
     ("config.generation", "MAX_LOGPROBS", "{} log probabilities per token"),
     ("serve.routes.encode", "MAX_ENCODED_TOKENS", "{} tokens in a response of `/v1/encode`"),
+    ("serve.routes.markdown", "MAX_MARKDOWN_CHARS", "{} characters in `/render_markdown`"),
+    ("serve.routes.markdown", "MAX_MARKDOWN_NODES", "{} elements in a response of it"),
     ("serve.admission", "MAX_HELD_TOKENS", "{} prompt tokens of all requests that a server holds"),
     ("chat.messages", "MAX_MESSAGES", "{} messages"),
     ("chat.prompts", "MAX_OPTIONS_SIZE", "{} characters in `chat_template_kwargs`"),
@@ -123,6 +141,8 @@ def _allowed(field: dict[str, Any]) -> str:
         text = option.get("type", "object")
         if "const" in option:
             text = str(option["const"]).lower()
+        if "enum" in option:
+            text = " or ".join(f'"{value}"' for value in option["enum"])
         if text == "array":
             text = f"list of {option['items'].get('type', 'any value')}s"
         low = option.get("minimum", option.get("exclusiveMinimum"))
@@ -154,8 +174,10 @@ def make_fields() -> str:
     """Return the page of request fields and of the options in Python."""
     parts = ["## Request bodies"]
     parts.append(
-        "A field that is not listed is refused with HTTP 400. Unsupported fields of OpenAI and "
-        'LMDeploy are accepted with the value that means "not used".'
+        "A field of OpenAI, LMDeploy, vLLM or SGLang that is not built and changes the answer is "
+        'accepted only with the value that means "not used", and refused by name otherwise. '
+        "`lmdeploy/config/unsupported.py` lists them. Any other field is ignored; the metric "
+        "`lmdeploy:request_unknown_fields_total` counts the unknown ones."
     )
     for path, model in _bodies():
         described = model.model_json_schema()
@@ -187,7 +209,8 @@ def make_limits() -> str:
         rows.append([text.format(f"{value:,}"), f"`{name}`"])
     return _page(
         "Limits",
-        "A request beyond a limit is refused with HTTP 400, a body that is too large with 413.",
+        "A request beyond a limit is refused with HTTP 400, a body that is too large with 413, one "
+        "that is too slow with 408, and one for which the server has no room with 503.",
         _table(["at most", "constant"], rows),
     )
 

@@ -12,7 +12,7 @@ from lmdeploy import Pipeline
 from lmdeploy.cli.chat import talk
 from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.main import main, make_parser
-from lmdeploy.engine.kv_quality import DEFAULT_HOT_TOKENS
+from lmdeploy.engine.kv_quality import DEFAULT_WINDOW16_TOKENS
 from lmdeploy.serve import server
 
 
@@ -43,7 +43,7 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
     [
         (["--tp", "2"], "--tp 2 is not supported"),
         (["--tp=2"], "--tp 2 is not supported"),
-        (["--model-format", "gptq"], "model_format is 'gptq'"),
+        (["--model-format", "nova"], "model_format is 'nova'"),
         (["--quant-policy", "5"], "quant_policy is '5'"),
         (["--quant-policy", "12"], "quant_policy is '12'"),
         (["--quant-policy", "fp3"], "quant_policy is 'fp3'"),
@@ -59,6 +59,12 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
         (["--dry-run", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
         (["--dry-run", "--api-keys", " a"], "--api-keys"),
         (["--api-keys"], "--api-keys needs at least one key"),
+        (["--hf-overrides", "{"], "--hf-overrides: '{' is not a JSON object"),
+        (["--hf-overrides", "[1]"], "--hf-overrides: '[1]' is not a JSON object"),
+        (["--revision", ""], "revision is ''"),
+        (["--rope-scaling-factor", "-1"], "rope_scaling_factor is -1.0"),
+        (["--proxy-url", "file:///etc/passwd"], "proxy_url is 'file:///etc/passwd'"),
+        (["--generation-config", "/no/such/file"], "generation_config is '/no/such/file'"),
         (["--device", "npu"], "--device"),
         (["--devices", "1", "--device", "cpu"], "devices cannot be used with device_type cpu"),
         (["--exact", "--device", "cuda"], "exact is not supported on CUDA"),
@@ -92,7 +98,7 @@ def test_api_server_help_shows_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "api_server", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert text.count(f"(balanced, best: {DEFAULT_HOT_TOKENS})") == 2
+    assert text.count(f"(balanced, best: {DEFAULT_WINDOW16_TOKENS})") == 2
     assert text.count("CORS: ") == 4 and "also shows tracebacks" in text
 
 
@@ -103,8 +109,12 @@ def test_engine_config_takes_values_of_flags():
             *("--cache-max-entry-count", "100", "--cache-block-seq-len", "32"),
             *("--disable-prefix-caching", "--num-threads", "3", "--deterministic"),
             "--strict-arch",
+            *("--revision", "v1", "--download-dir", "/d", "--rope-scaling-factor", "2"),
+            *("--hf-overrides", '{"rope_theta": 5e5}'),
         )
     )
+    assert (config.revision, config.download_dir) == ("v1", "/d")
+    assert (config.rope_scaling_factor, config.hf_overrides) == (2.0, {"rope_theta": 5e5})
     assert (config.kv_format, config.session_len, config.max_batch_size) == ("fp4", 4096, 4)
     assert (config.cache_max_entry_count, config.cache_block_seq_len) == (100, 32)
     assert not config.enable_prefix_caching and config.deterministic and config.strict_arch
