@@ -253,6 +253,7 @@ class Request:
     logit_bias: list[tuple[int, float]]
     num_prompt_logprobs: int
     logits_output: str  # none, generation, all
+    pooling: str  # none, last, mean
     cache_salt: bytes  # 16 bytes; only requests with the same salt share cached prefixes
     # fn(new_tokens, mask) -> bool writes the bitmask to `mask` (int32) in place.
     token_mask: Callable[[Sequence[int], npt.NDArray[np.int32]], bool] | None
@@ -268,6 +269,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
     logits: npt.NDArray[np.float32] | None  # [n, vocab]
+    pooled: npt.NDArray[np.float32] | None  # [hidden]
     finish_reason: str  # none, stop, length, cancelled, error
     stop_tokens: int
     cached_tokens: int

@@ -23,6 +23,8 @@ namespace {
 constexpr EnumName<LogitsOutput> kLogitsOutputs[] = {{LogitsOutput::kNone, "none"},
                                                      {LogitsOutput::kGeneration, "generation"},
                                                      {LogitsOutput::kAll, "all"}};
+constexpr EnumName<Pooling> kPoolings[] = {
+    {Pooling::kNone, "none"}, {Pooling::kLast, "last"}, {Pooling::kMean, "mean"}};
 constexpr EnumName<FinishReason> kFinishReasons[] = {{FinishReason::kNone, "none"},
                                                      {FinishReason::kStop, "stop"},
                                                      {FinishReason::kLength, "length"},
@@ -101,6 +103,16 @@ py::object GetLogits(const py::object& self) {
   return py::array_t<float>({rows, cols}, output.logits.data(), self);
 }
 
+// Returns [hidden_size] as a view of the output's memory, like GetLogits.
+py::object GetPooled(const py::object& self) {
+  auto& output = self.cast<RequestOutput&>();
+  if (output.pooled.empty()) {
+    return py::none();
+  }
+  return py::array_t<float>(static_cast<py::ssize_t>(output.pooled.size()), output.pooled.data(),
+                            self);
+}
+
 // Defines a member of Request::sampling as a property of Request.
 template <class T>
 void DefSampling(py::class_<Request, std::shared_ptr<Request>>& target, const char* name,
@@ -134,6 +146,7 @@ void DefRequest(py::module_& m) {
           },
           &SetCacheSalt);
   DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
+  DefEnum(request, "pooling", &Request::pooling, kPoolings);
   DefSampling(request, "do_sample", &SamplingParams::do_sample);
   DefSampling(request, "temperature", &SamplingParams::temperature);
   DefSampling(request, "top_k", &SamplingParams::top_k);
@@ -155,6 +168,7 @@ void DefRequest(py::module_& m) {
       .def_readonly("logprobs", &RequestOutput::logprobs)
       .def_readonly("prompt_logprobs", &RequestOutput::prompt_logprobs)
       .def_property_readonly("logits", &GetLogits)
+      .def_property_readonly("pooled", &GetPooled)
       .def_property_readonly(
           "finish_reason",
           [](const RequestOutput& self) { return Name(kFinishReasons, self.finish_reason); })

@@ -52,6 +52,17 @@ void RequireNonEmpty(const char* field, const std::vector<std::vector<int32_t>>&
   }
 }
 
+// A pooled prompt computes no logits.
+void RequirePromptOnly(const Request& request) {
+  if (request.pooling != Pooling::kNone &&
+      (request.max_new_tokens > 0 || request.num_prompt_logprobs >= 0 ||
+       request.logits_output != LogitsOutput::kNone)) {
+    throw InvalidArgument(
+        "pooling cannot be combined with new tokens, log-probabilities or logits. Set "
+        "max_new_tokens to 0 and request only the pooled vector.");
+  }
+}
+
 // Allocates all memory of a sequence for the longest possible response, so that no step allocates.
 std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request, int session_len) {
   auto sequence = std::make_unique<Sequence>();
@@ -161,6 +172,7 @@ void Engine::Impl::CheckRequest(const Request& request) const {
                           std::to_string(plan.max_sequence_tokens) +
                           ". Shorten the prompt or raise --cache-max-entry-count.");
   }
+  RequirePromptOnly(request);
   RequireIds("prompt", request.prompt, model.vocab_size);
   RequireNonEmpty("stop_sequences", request.stop_sequences);
   RequireNonEmpty("bad_sequences", request.bad_sequences);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 
 #include "turbomind/core/check.h"
 
@@ -20,6 +21,9 @@ int64_t FirstRow(const Sequence& sequence, int64_t begin, int64_t end) {
   const Request& request = *sequence.request;
   if (request.logits_output == LogitsOutput::kAll) {
     first = std::min(first, std::max(begin, sequence.next_logits_row));
+  }
+  if (request.pooling == Pooling::kMean) {
+    first = std::min(first, std::max(begin, sequence.next_pooled_row));
   }
   const int64_t next = std::max(begin, sequence.next_prompt_row);
   if (request.num_prompt_logprobs >= 0 && next + 1 < sequence.num_prompt) {
@@ -51,6 +55,29 @@ bool NeedsOnlyToken(const Sequence& sequence, int64_t position) {
 bool NeedsPromptToken(const Sequence& sequence, int64_t position) {
   return sequence.request->num_prompt_logprobs >= 0 && position + 1 < sequence.num_prompt &&
          position >= sequence.next_prompt_row;
+}
+
+bool IsPooled(const Sequence& sequence) { return sequence.request->pooling != Pooling::kNone; }
+
+// Adds a final hidden state to the sequence's pooled vector. The last one ends the request. The sum
+// has 64 bits and the order of the positions, so chunks of a prompt do not change it.
+void PoolRow(Sequence& sequence, int64_t position, std::span<const float> hidden) {
+  RequestOutput& output = sequence.output;
+  if (sequence.request->pooling == Pooling::kLast) {
+    output.pooled.assign(hidden.begin(), hidden.end());
+  } else {
+    std::vector<double>& sum = sequence.pooled_sum;
+    sum.resize(hidden.size());
+    std::transform(sum.begin(), sum.end(), hidden.begin(), sum.begin(), std::plus<double>());
+    sequence.next_pooled_row = position + 1;
+  }
+  if (position + 1 < sequence.num_tokens()) {
+    return;
+  }
+  for (const double value : sequence.pooled_sum) {
+    output.pooled.push_back(static_cast<float>(value / static_cast<double>(position + 1)));
+  }
+  output.finish_reason = FinishReason::kLength;
 }
 
 TokenLogprobs PromptLogprobs(const Sequence& sequence, int64_t position, const float* logits,
@@ -87,15 +114,41 @@ void OutputProcessor::Begin(const Batch& batch) {
 
 void OutputProcessor::Run(Decoder& decoder) {
   const auto max_rows = static_cast<size_t>(decoder.max_logit_rows());
-  for (size_t first = 0; first < rows_.size(); first += max_rows) {
-    const size_t count = std::min(max_rows, rows_.size() - first);
-    const std::span<Row> rows = std::span(rows_).subspan(first, count);
-    decoder.ComputeLogits(static_cast<int>(first), static_cast<int>(count));
-    ArgMaxOnDevice(rows, decoder);
-    SampleOnDevice(rows, decoder);
-    HandleRows(rows, ReadLogits(rows, decoder));
+  for (size_t first = 0, end = 0; first < rows_.size(); first = end) {
+    const bool pools = IsPooled(*rows_[first].sequence);
+    while (end < rows_.size() && end - first < max_rows &&
+           IsPooled(*rows_[end].sequence) == pools) {
+      ++end;
+    }
+    if (pools) {
+      RunPooling(first, end - first, decoder);
+    } else {
+      RunLogits(first, end - first, decoder);
+    }
   }
   masks_.End();
+}
+
+void OutputProcessor::RunLogits(size_t first, size_t count, Decoder& decoder) {
+  const std::span<Row> rows = std::span(rows_).subspan(first, count);
+  decoder.ComputeLogits(static_cast<int>(first), static_cast<int>(count));
+  ArgMaxOnDevice(rows, decoder);
+  SampleOnDevice(rows, decoder);
+  HandleRows(rows, ReadLogits(rows, decoder));
+}
+
+void OutputProcessor::RunPooling(size_t first, size_t count, Decoder& decoder) {
+  const float* hidden = decoder.ReadHidden(static_cast<int>(first), static_cast<int>(count));
+  for (const Row& row : std::span(rows_).subspan(first, count)) {
+    if (!row.sequence->finished()) {
+      try {
+        PoolRow(*row.sequence, row.position, {hidden, static_cast<size_t>(decoder.hidden_size())});
+      } catch (const std::exception& error) {  // memory is short
+        Fail(*row.sequence, error.what(), false);
+      }
+    }
+    hidden += decoder.hidden_size();
+  }
 }
 
 void OutputProcessor::CollectRows(const Batch& batch) {

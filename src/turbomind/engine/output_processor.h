@@ -1,7 +1,8 @@
 #pragma once
 
 // ⑧ Turns a step's hidden states into tokens: computes the needed logits and log-probabilities,
-// samples, and checks stop conditions. Fills Sequence::tokens and Sequence::output.
+// samples, and checks stop conditions. Fills Sequence::tokens and Sequence::output. Pools the
+// hidden states of prompts that ask for it.
 //
 // If only the next token is needed, the device samples it (argmax or random) and copies back the
 // token instead of the logits. This requires a device that can sample and unmodified logits.
@@ -57,6 +58,10 @@ class OutputProcessor {
   };
 
   void CollectRows(const Batch& batch);
+  // Chooses the tokens of up to max_logit_rows rows that need logits.
+  void RunLogits(size_t first, size_t count, Decoder& decoder);
+  // Pools up to max_logit_rows rows of prompts that need no logits.
+  void RunPooling(size_t first, size_t count, Decoder& decoder);
   void ArgMaxOnDevice(std::span<Row> rows, Decoder& decoder);
   void SampleOnDevice(std::span<Row> rows, Decoder& decoder);
   float* ReadLogits(std::span<const Row> rows, Decoder& decoder);

@@ -18,17 +18,22 @@ namespace turbomind {
 // kAll: every computed token, the prompt included.
 enum class LogitsOutput : uint8_t { kNone, kGeneration, kAll };
 
+// The vector that the final hidden states of a prompt become: the state of the last token, or the
+// mean over all tokens.
+enum class Pooling : uint8_t { kNone, kLast, kMean };
+
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 
 struct Request : SamplingRequest {
   uint64_t id = 0;  // unique; set by the caller
   std::vector<int32_t> prompt;
   int priority = 0;        // lower values are served earlier (scheduler.h)
-  int max_new_tokens = 0;  // 0: only run the prompt (log-probabilities, logits)
+  int max_new_tokens = 0;  // 0: only run the prompt (log-probabilities, logits, pooling)
   bool ignore_eos = false;
   int num_prompt_logprobs = -1;  // like num_logprobs, for prompt tokens
   LogitsOutput logits_output = LogitsOutput::kNone;
-  CacheSalt cache_salt = {};  // requests share cached prefixes only if their salts are equal
+  Pooling pooling = Pooling::kNone;  // requires max_new_tokens 0 and no log-probabilities or logits
+  CacheSalt cache_salt = {};         // requests share cached prefixes only if their salts are equal
   std::atomic<bool> cancelled = false;
 };
 
@@ -40,6 +45,7 @@ struct RequestOutput {
   std::vector<TokenLogprobs> prompt_logprobs;  // of prompt[1..], in chunks, if requested
   std::vector<float> logits;                   // [logits_rows, vocab], if requested
   int64_t logits_rows = 0;
+  std::vector<float> pooled;  // [hidden_size], with the last chunk, if requested
   FinishReason finish_reason = FinishReason::kNone;
   int stop_tokens = 0;            // trailing tokens: EOS or a matched stop sequence
   int cached_tokens = 0;          // prompt tokens taken from the prefix cache

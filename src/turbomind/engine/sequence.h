@@ -29,7 +29,9 @@ struct Sequence {
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent
   int64_t next_logits_row = 0;  // first position whose logits were not yet sent (kAll)
-  int64_t num_tokens_sent = 0;  // generated tokens already passed to token_mask
+  int64_t next_pooled_row = 0;  // first position that is not in pooled_sum
+  std::vector<double> pooled_sum;  // [hidden_size] of the final hidden states (kMean)
+  int64_t num_tokens_sent = 0;     // generated tokens already passed to token_mask
   RequestOutput output;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
@@ -38,7 +40,8 @@ struct Sequence {
   bool finished() const { return output.finish_reason != FinishReason::kNone; }
   // Returns false if the output needs rows that cached tokens would not compute.
   bool may_use_prefix_cache() const {
-    return request->num_prompt_logprobs < 0 && request->logits_output != LogitsOutput::kAll;
+    return request->num_prompt_logprobs < 0 && request->logits_output != LogitsOutput::kAll &&
+           request->pooling != Pooling::kMean;
   }
 };
 

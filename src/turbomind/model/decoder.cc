@@ -188,16 +188,28 @@ void Decoder::GatherRows(std::span<const int32_t> rows, float* values, int64_t w
   }
 }
 
-void Decoder::ComputeLogits(int first, int num_rows) {
+void Decoder::FinalNorm(int first, int num_rows) {
   Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows,
-        "the logits must fit into the scratch memory");
+        "the rows must fit into the scratch memory");
   Check(first >= 0 && first + num_rows <= num_rows_,
         "the rows must have been requested from Forward");
-  const int64_t width = model().hidden_size;
-  Norm(weights_->final_norm, scratch_.hidden + first * width, scratch_.selected, num_rows);
+  Norm(weights_->final_norm, scratch_.hidden + int64_t{first} * model().hidden_size,
+       scratch_.selected, num_rows);
+}
+
+const float* Decoder::ReadHidden(int first, int num_rows) {
+  FinalNorm(first, num_rows);
+  ReadOldCounts();
+  const size_t row_bytes = static_cast<size_t>(model().hidden_size) * sizeof(float);
+  return static_cast<const float*>(
+      device_.ReadBack(scratch_.selected, static_cast<size_t>(num_rows) * row_bytes));
+}
+
+void Decoder::ComputeLogits(int first, int num_rows) {
+  FinalNorm(first, num_rows);
   const LinearPart head = {&weights_->output_head()};
   device_.Linear({.x = scratch_.selected,
-                  .x_stride = width,
+                  .x_stride = model().hidden_size,
                   .parts = &head,
                   .num_parts = 1,
                   .y = scratch_.logits,
@@ -255,6 +267,14 @@ void Decoder::ReadCounts(const std::byte* read) {
   count_is_old_ = false;
 }
 
+// Reads the counters unless the step's are known.
+void Decoder::ReadOldCounts() {
+  if (count_is_old_) {
+    const size_t num_bytes = OffsetOfClipped() + config_.layers.size() * sizeof(int64_t);
+    ReadCounts(static_cast<const std::byte*>(device_.ReadBack(scratch_.num_nonfinite, num_bytes)));
+  }
+}
+
 size_t Decoder::OffsetOfClipped() const {
   return static_cast<size_t>(reinterpret_cast<std::byte*>(scratch_.num_clipped) -
                              reinterpret_cast<std::byte*>(scratch_.num_nonfinite));
@@ -271,10 +291,7 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
       device_.Copy(scratch_.logits + to * width, scratch_.logits + rows[i] * width, row_bytes);
     }
   }
-  if (count_is_old_) {
-    const size_t num_bytes = OffsetOfClipped() + config_.layers.size() * sizeof(int64_t);
-    ReadCounts(static_cast<const std::byte*>(device_.ReadBack(scratch_.num_nonfinite, num_bytes)));
-  }
+  ReadOldCounts();
   return static_cast<float*>(device_.ReadBack(scratch_.logits, rows.size() * row_bytes));
 }
 

@@ -68,6 +68,10 @@ class Decoder {
   // position has a block.
   void Forward(const DecoderInput& input);
 
+  // Returns the final hidden states of the input's rows [first, first + num_rows), after the final
+  // norm: [num_rows, hidden_size] on the host. They are valid until the next call. REQUIRES:
+  // num_rows <= max_logit_rows.
+  const float* ReadHidden(int first, int num_rows);
   // Computes the logits of the input's rows [first, first + num_rows) for the following functions.
   // REQUIRES: num_rows <= max_logit_rows.
   void ComputeLogits(int first, int num_rows);
@@ -82,6 +86,7 @@ class Decoder {
   // device's copy is lost.
   float* ReadLogits(std::span<const int32_t> rows);
 
+  int hidden_size() const { return model().hidden_size; }
   int max_logit_rows() const { return config_.limits.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
   // Returns the count of all steps up to the last one whose tokens or logits were read. Does not
@@ -107,6 +112,8 @@ class Decoder {
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
   void Norm(const VectorWeight& weight, const float* x, float* out, int num_rows);
 
+  void FinalNorm(int first, int num_rows);  // into scratch_.selected
+  void ReadOldCounts();
   void ReadTokens(size_t count, int32_t* tokens);
   void ReadCounts(const std::byte* read);
   size_t OffsetOfClipped() const;

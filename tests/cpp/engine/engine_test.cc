@@ -131,6 +131,35 @@ TEST_CASE("a request gets the log-probabilities and logits of its prompt and res
   CHECK(output.finish_reason == FinishReason::kLength);
 }
 
+TEST_CASE("pooled vectors do not depend on the prefix cache, and only the last state uses it") {
+  auto engine = DefaultEngine();
+  const auto prompt = RandomPrompt(3, 200);
+  const auto run = [&](uint64_t id, Pooling pooling) {
+    auto request = MakeRequest(id, prompt, 0);
+    request->pooling = pooling;
+    return RunOne(*engine, request);
+  };
+  const RequestOutput last = run(1, Pooling::kLast);
+  const RequestOutput mean = run(2, Pooling::kMean);
+  const RequestOutput again = run(3, Pooling::kLast);
+  CHECK(run(4, Pooling::kMean).pooled == mean.pooled);
+  CHECK(again.pooled == last.pooled);
+  CHECK(again.cached_tokens > 0);
+  CHECK(mean.cached_tokens == 0);
+  CHECK(mean.pooled != last.pooled);
+}
+
+TEST_CASE("a pooled request with new tokens, log-probabilities or logits is refused") {
+  auto engine = DefaultEngine();
+  for (int wrong = 0; wrong < 3; ++wrong) {
+    auto request = MakeRequest(1, RandomPrompt(1, 20), wrong == 0 ? 1 : 0);
+    request->pooling = Pooling::kLast;
+    request->num_prompt_logprobs = wrong == 1 ? 0 : -1;
+    request->logits_output = wrong == 2 ? LogitsOutput::kAll : LogitsOutput::kNone;
+    CHECK_THROWS_AS(engine->Submit(request), InvalidArgument);
+  }
+}
+
 TEST_CASE("a failing token mask ends only its own request") {
   auto engine = DefaultEngine();
   auto broken = MakeRequest(1, RandomPrompt(1, 20), 20);

@@ -83,6 +83,7 @@ Answer Run(const std::vector<std::shared_ptr<Request>>& requests, int vocab_size
     copy->sampling = request->sampling;
     copy->num_prompt_logprobs = request->num_prompt_logprobs;
     copy->token_mask = request->token_mask;
+    copy->pooling = request->pooling;
     engine.Submit(std::move(copy));
   }
   device->LetStart();
@@ -122,6 +123,37 @@ TEST_CASE("the last layer computes only the requested rows of a prompt") {
   CHECK(asked.mlp_rows == other_layers * tokens + 3 * 7 + 129);
   for (const auto& [id, output] : plain.outputs) {
     CHECK(asked.outputs.at(id).tokens == output.tokens);
+  }
+}
+
+std::shared_ptr<Request> PoolRequest(uint64_t id, const std::vector<int32_t>& prompt,
+                                     Pooling pooling) {
+  auto request = MakeRequest(id, prompt, 0);
+  request->pooling = pooling;
+  return request;
+}
+
+TEST_CASE("the mean of a prompt's hidden states is the mean of the last states of its beginnings") {
+  // Prompts run in chunks of 32 tokens beside a sequence that decodes.
+  const std::vector<int32_t> prompt = RandomPrompt(1, 40);
+  std::vector<std::shared_ptr<Request>> requests = {MakeRequest(0, RandomPrompt(0, 20), 7)};
+  for (size_t size = 1; size <= prompt.size(); ++size) {
+    const auto end = prompt.begin() + static_cast<std::ptrdiff_t>(size);
+    requests.push_back(PoolRequest(size, {prompt.begin(), end}, Pooling::kLast));
+  }
+  requests.push_back(PoolRequest(100, prompt, Pooling::kMean));
+  const Answer answer = Run(requests, testing::kVocab);
+  CHECK(answer.head_rows == 7);
+  const RequestOutput& mean = answer.outputs.at(100);
+  CHECK(mean.finish_reason == FinishReason::kLength);
+  const auto width = static_cast<size_t>(testing::TinyConfig().hidden_size);
+  REQUIRE(mean.pooled.size() == width);
+  for (size_t i = 0; i < width; ++i) {
+    double sum = 0.0;
+    for (size_t size = 1; size <= prompt.size(); ++size) {
+      sum += static_cast<double>(answer.outputs.at(size).pooled.at(i));
+    }
+    CHECK(mean.pooled[i] == static_cast<float>(sum / static_cast<double>(prompt.size())));
   }
 }
 

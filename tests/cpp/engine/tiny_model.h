@@ -262,6 +262,7 @@ inline std::map<uint64_t, RequestOutput> Collect(Engine& engine, size_t num_requ
       append(all.logprobs, piece.logprobs);
       append(all.prompt_logprobs, piece.prompt_logprobs);
       append(all.logits, piece.logits);
+      append(all.pooled, piece.pooled);
       all.logits_rows += piece.logits_rows;
       all.finish_reason = piece.finish_reason;
       all.stop_tokens = piece.stop_tokens;

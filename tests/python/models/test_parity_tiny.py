@@ -13,6 +13,7 @@ from parity import (
     NUM_TOKENS,
     prompt,
     reference_greedy,
+    reference_hidden,
     reference_logits,
     relative_error,
 )
@@ -35,6 +36,15 @@ def test_tiny_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_p
         print(f"{tiny.name}: relative error {error:.2e}")
         assert error <= MAX_RELATIVE_ERROR
         assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
+
+
+def test_pooled_states_equal_transformers(tmp_path: Path) -> None:
+    model = make_model(TINY_MODELS[0])
+    ids = prompt()
+    hidden = reference_hidden(model, ids)
+    with EngineRun(str(save_model(model, tmp_path)), exact=True) as run:
+        assert relative_error(run.pooled(ids, "last"), hidden[-1]) <= MAX_RELATIVE_ERROR
+        assert relative_error(run.pooled(ids, "mean"), hidden.mean(0)) <= MAX_RELATIVE_ERROR
 
 
 def test_dynamic_rope_uses_the_base_of_session_len(tmp_path: Path) -> None:

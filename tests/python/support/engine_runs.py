@@ -57,7 +57,14 @@ class EngineRun:
         """Return the next tokens, sampled greedily."""
         return [token for output in self._run(ids, num_tokens, "none") for token in output.tokens]
 
-    def _run(self, ids: list[int], num_tokens: int, logits_output: str) -> list[Any]:
+    def pooled(self, ids: list[int], pooling: str) -> np.ndarray:
+        """Return the pooled hidden state of the prompt, [hidden]."""
+        result: np.ndarray = self._run(ids, 0, "none", pooling=pooling)[-1].pooled
+        return result
+
+    def _run(
+        self, ids: list[int], num_tokens: int, logits_output: str, *, pooling: str = "none"
+    ) -> list[Any]:
         request = self._native.Request()
         request.id = self._next_id
         self._next_id += 1
@@ -66,6 +73,7 @@ class EngineRun:
         request.ignore_eos = True
         request.do_sample = False
         request.logits_output = logits_output
+        request.pooling = pooling
         self._engine.submit(request)
         outputs: list[Any] = []
         while not outputs or outputs[-1].finish_reason == "none":

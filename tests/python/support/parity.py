@@ -23,6 +23,12 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
         return model(torch.tensor([ids])).logits[0].float().numpy()
 
 
+def reference_hidden(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        return states[-1][0].float().numpy()  # after the final norm
+
+
 def reference_greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
     ids = list(ids)
     for _ in range(num_tokens):
