@@ -60,6 +60,7 @@ class Response:
             parts of calls; join_tool_calls joins them.
         choice: number of the response among the n of its prompt, from 0.
         stop_word: the stop word that ended the response, if one did.
+        embedding: float32 [hidden_size], only in the last chunk. None without `pooling`.
     """
 
     text: str
@@ -80,6 +81,7 @@ class Response:
     tool_calls: list[ToolCall] | None = None
     choice: int = 0
     stop_word: str | None = None
+    embedding: npt.NDArray[np.float32] | None = None
 
     @property
     def has_content(self) -> bool:
@@ -116,7 +118,7 @@ class Response:
             self.logits = cast("npt.NDArray[np.float32]", np.concatenate([*mine, other.logits]))
         for name in ("generate_token_len", "input_token_len", "finish_reason", "cached_tokens"):
             setattr(self, name, getattr(other, name))
-        self.stop_word = other.stop_word
+        self.stop_word, self.embedding = other.stop_word, other.embedding
         self.error_code, self.error_message = other.error_code, other.error_message
 
 

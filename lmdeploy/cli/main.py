@@ -82,10 +82,32 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
             help=f"format of {part} in responses; none leaves them in the text (default: chosen by "
             "the model)",
         )
+    _add_operator_flags(group)
+    group.add_argument(
+        "--max-log-len",
+        type=int,
+        default=0,
+        metavar="CHARACTERS",
+        help="most characters of each prompt in the log, which shows prompts only with "
+        "--log-level INFO or DEBUG (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the memory plan and exit without loading weights (a hub id is downloaded)",
+    )
+
+
+def _add_operator_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-abort-handling",
         action="store_true",
         help="enable POST /abort_request, which ends all requests",
+    )
+    group.add_argument(
+        "--allow-terminate-by-client",
+        action="store_true",
+        help="enable /terminate, which stops the server",
     )
     group.add_argument(
         "--max-concurrent-requests",
@@ -101,19 +123,6 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time that running requests may continue after SIGTERM or Ctrl-C (default: "
         "%(default)s)",
-    )
-    group.add_argument(
-        "--max-log-len",
-        type=int,
-        default=0,
-        metavar="CHARACTERS",
-        help="most characters of each prompt in the log, which shows prompts only with "
-        "--log-level INFO or DEBUG (default: %(default)s)",
-    )
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the memory plan and exit without loading weights (a hub id is downloaded)",
     )
 
 

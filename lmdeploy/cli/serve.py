@@ -38,6 +38,7 @@ def run_api_server(args: argparse.Namespace) -> int:
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
         enable_abort_handling=args.enable_abort_handling,
+        allow_terminate_by_client=args.allow_terminate_by_client,
         shutdown_timeout=args.shutdown_timeout,
         max_concurrent_requests=args.max_concurrent_requests,
         max_log_len=args.max_log_len,

@@ -65,6 +65,8 @@ class GenerationConfig:
             its own.
         priority: requests with a lower value are served earlier. An old request still gets its
             share, whatever its priority.
+        pooling: return the final hidden state of the prompt's last token ("last") or the mean over
+            its tokens ("mean") as `Response.embedding`. It needs max_new_tokens 0.
 
     Raises:
         ValueError: a value is out of range or belongs to an unsupported feature.
@@ -108,6 +110,7 @@ class GenerationConfig:
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     priority: int = 0
+    pooling: Literal["last", "mean"] | None = None
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(GENERATION))
@@ -178,6 +181,17 @@ class GenerationConfig:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         check_choice("output_logits", self.output_logits, choices=(None, "generation", "all"))
+        check_choice("pooling", self.pooling, choices=(None, "last", "mean"))
+        if self.pooling is not None and (
+            self.max_new_tokens > 0
+            or self.prompt_logprobs is not None
+            or self.output_logits is not None
+        ):
+            raise OptionError(
+                "pooling",
+                f"is {self.pooling}, which needs max_new_tokens 0 and no prompt_logprobs or "
+                "output_logits.",
+            )
         if self.response_format is not None and not isinstance(self.response_format, dict):
             raise refuse(
                 "response_format", self.response_format, wanted="a dict with the key 'type'"

@@ -23,18 +23,19 @@ class Where(Flag):
     CHAT = auto()  # a field in the body of /v1/chat/completions
     GENERATE = auto()  # a field in the body of /generate
     ABORT = auto()  # a field in the body of /abort_request
+    EMBEDDING = auto()  # a field in the body of /v1/embeddings and /pooling
 
 
 ENGINE, GENERATION = Where.ENGINE, Where.GENERATION
 FLAG, SWITCH, LIST = Where.FLAG, Where.SWITCH, Where.LIST
 BODY, CHAT, GENERATE, ABORT = Where.BODY, Where.CHAT, Where.GENERATE, Where.ABORT
+EMBEDDING = Where.EMBEDDING
 ANY: tuple[Any, ...] = ("any value",)
 
 UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "adapter_name": (BODY, ()),
     "adapters": (LIST, ()),
     "add_special_tokens": (CHAT, (False,)),
-    "allow_terminate_by_client": (SWITCH, ()),
     "allowed_media_domains": (LIST, ()),
     "allowed_token_ids": (BODY, ([],)),
     "async_": (ENGINE | FLAG, (1,)),
@@ -167,12 +168,12 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "thinking_token_budget": (BODY, ()),
     "token_ids_logprob": (BODY, ()),
     "tp": (ENGINE | FLAG, (1,)),
-    "truncate_prompt_tokens": (BODY, ()),
+    "truncate_prompt_tokens": (BODY | EMBEDDING, ()),
     "truncation_side": (BODY, ()),
     "trust_remote_code": (SWITCH, ()),
     "use_beam_search": (BODY, (False,)),
     "use_logn_attn": (ENGINE | SWITCH, (False,)),
-    "user": (BODY, ANY),
+    "user": (BODY | EMBEDDING, ANY),
     "verbosity": (BODY, ANY),
     "video_data": (BODY, ()),
     "vision_max_batch_size": (FLAG, (1,)),

@@ -12,8 +12,9 @@ import itertools
 import logging
 import os
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.chat.formats.base import AnswerStart
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 _WAIT_MS = 200
+_ABORT_SECONDS = 10  # that aborted requests have to end before the engine sleeps
+SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
 
 
 class EngineFailure(RuntimeError):
@@ -54,9 +57,9 @@ class AsyncEngine:
         self._has_warned = False  # the drain thread has warned of clipped values
         self._closing = threading.Event()
         self._closed = False
+        self._asleep: frozenset[str] = frozenset()  # the parts that `sleep` has freed
         self._close_lock = threading.RLock()
-        self._drain_thread = threading.Thread(target=self._drain, name="tm-drain", daemon=True)
-        self._drain_thread.start()
+        self._start_draining()
         _running.add(self)
 
     @classmethod
@@ -106,6 +109,11 @@ class AsyncEngine:
         if self._closing.is_set():
             return "The engine is closed."
         return self._failure or self.loaded.cpp_engine.failure
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Return whether `sleep` has freed the weights and the KV cache."""
+        return bool(self._asleep)
 
     @property
     def in_other_process(self) -> bool:
@@ -242,6 +250,36 @@ class AsyncEngine:
             self.loaded.cpp_engine.cancel(request_id)
         return len(ids)
 
+    def sleep(self) -> None:
+        """End all requests as `abort_all` does, and free the weights and the KV cache.
+
+        Until `wake`, `submit` raises EngineFailure.
+        """
+        with self._close_lock:
+            self.check_healthy(may_sleep=True)
+            if self.is_sleeping:
+                return
+            self._asleep = SLEEPING_PARTS
+            self.abort_all()
+            deadline = time.monotonic() + _ABORT_SECONDS
+            while self._streams and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self._stop_core()
+
+    def wake(self, parts: Collection[str] = SLEEPING_PARTS) -> None:
+        """Load the weights and reserve the KV cache again, once both have been asked for.
+
+        Raise ValueError if the files of the model have changed, and MemoryError if memory is short.
+        The engine then still sleeps.
+        """
+        with self._close_lock:
+            self.check_healthy(may_sleep=True)
+            left = self._asleep - frozenset(parts)
+            if self.is_sleeping and not left:
+                self.loaded.cpp_engine, self.loaded.on_close = self.loaded.restart()
+                self._start_draining()
+            self._asleep = left
+
     def close(self) -> None:
         """Stop the engine. Streams that still run raise EngineFailure.
 
@@ -252,18 +290,31 @@ class AsyncEngine:
         with self._close_lock:
             if not self._closed:
                 self._closing.set()
-                self.loaded.on_close()
-                self._drain_thread.join()
-                self.loaded.cpp_engine.close()
+                if not self.is_sleeping:
+                    self._stop_core()
                 self._closed = True
 
-    def check_healthy(self) -> None:
-        """Raise EngineFailure if the engine cannot serve requests."""
+    def _start_draining(self) -> None:
+        self._draining = threading.Event()
+        self._draining.set()
+        self._drain_thread = threading.Thread(target=self._drain, name="tm-drain", daemon=True)
+        self._drain_thread.start()
+
+    def _stop_core(self) -> None:
+        self._draining.clear()
+        self.loaded.on_close()
+        self._drain_thread.join()
+        self.loaded.cpp_engine.close()
+
+    def check_healthy(self, *, may_sleep: bool = False) -> None:
+        """Raise EngineFailure if the engine cannot serve requests, or only sleep and wake."""
         self.check_process()
         if self._closing.is_set():
             raise EngineFailure(self.failure)
         if not self.healthy:
             raise EngineFailure(f"The engine has failed: {self.failure}")
+        if self.is_sleeping and not may_sleep:
+            raise EngineFailure("The engine sleeps. Wake it with POST /wakeup.")
 
     def check_process(self) -> None:
         """Raise EngineFailure if the engine belongs to another process."""
@@ -290,7 +341,7 @@ class AsyncEngine:
         cpp_engine = self.loaded.cpp_engine
         reason = "The engine was closed."
         try:
-            while not self._closing.is_set():
+            while self._draining.is_set():
                 outputs = cpp_engine.wait_outputs(_WAIT_MS)
                 for output in outputs:
                     self._deliver(output)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmdeploy.base.checks import show
+from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.chat.formats.base import ChatFormat, ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.config.engine import TurbomindEngineConfig
@@ -19,26 +20,37 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.chat.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.checkpoint.fingerprint import FileIdentities
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
-    from lmdeploy.engine.model_files import LoadedModel
+    from lmdeploy.engine.model_files import LoadedModel, ModelFiles, TokenizerAndTemplate
 
 logger = logging.getLogger("lmdeploy")
+
+
+class Core(NamedTuple):
+    """A running C++ engine. Call `on_close` before closing it."""
+
+    cpp_engine: _turbomind.Engine
+    on_close: Callable[[], None]
 
 
 @dataclass
 class LoadedEngine:
     """The parts of an engine. Tests use fakes with the same methods.
 
-    `sampling` contains the defaults of the sampling options that a request does not set.
+    `sampling` contains the defaults of the sampling options that a request does not set. `restart`
+    loads the weights again and starts another C++ engine after the first one was closed.
     """
 
     cpp_engine: _turbomind.Engine
+    restart: Callable[[], Core]
     new_request: Callable[[], _turbomind.Request]
     tokenizer: Tokenizer
     chat_template: PromptTemplate | None
     chat_format: ChatFormat
     vocab_size: int
+    hidden_size: int
     session_len: int
     block_tokens: int
     eos_ids: list[int]
@@ -90,31 +102,69 @@ def load_engine(
     )
     if template is None and chat_format.splits_answers:
         logger.warning("messages %s", NO_TEMPLATE)
-    model = files.load(texts, device=device, progress=progress)
-    cpp_engine = _start_engine(model, engine_config, device=device)
-    writer = model.cache_writer
-    if writer is not None:
-        writer.start()
+    core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
+    model = files.info
     return LoadedEngine(
-        cpp_engine=cpp_engine,
+        cpp_engine=core.cpp_engine,
+        restart=_restarter(model_path, config, texts=texts, identities=files.identities),
         new_request=_turbomind.Request,
-        tokenizer=model.tokenizer,
+        tokenizer=texts.tokenizer,
         chat_template=template,
         chat_format=chat_format,
         vocab_size=model.config.vocab_size,
+        hidden_size=model.config.hidden_size,
         session_len=engine_config.session_len,
         block_tokens=engine_config.cache_block_seq_len,
         eos_ids=_eos_ids(
-            model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
+            texts.tokenizer.stop_ids, texts.generation_config, vocab_size=model.config.vocab_size
         ),
         kv=kv,
-        sampling=sampling_defaults(model.generation_config),
+        sampling=sampling_defaults(texts.generation_config),
         model_path=model_path,
         model_type=model.model_type,
         device_line=device_line(device),
-        # The lambda does not refer to `model`, so that closing the engine frees the weights.
-        on_close=lambda: None if writer is None else writer.stop(),
+        on_close=core.on_close,
     )
+
+
+def _start_core(
+    files: ModelFiles,
+    texts: TokenizerAndTemplate,
+    *,
+    config: _turbomind.EngineConfig,
+    device: _turbomind.Device,
+    progress: bool,
+) -> Core:
+    """Load the weights and start the C++ engine, which alone refers to them afterwards."""
+    model = files.load(texts, device=device, progress=progress)
+    cpp_engine = _start_engine(model, config, device=device)
+    writer = model.cache_writer
+    if writer is None:
+        return Core(cpp_engine, lambda: None)
+    writer.start()
+    return Core(cpp_engine, writer.stop)
+
+
+def _restarter(
+    model_path: str,
+    config: TurbomindEngineConfig,
+    *,
+    texts: TokenizerAndTemplate,
+    identities: FileIdentities,
+) -> Callable[[], Core]:
+    """Return a function that loads the same model again. It keeps no file of the model open."""
+
+    def restart() -> Core:
+        device = open_device(config)
+        files, engine_config, _ = plan_engine(model_path, config, device=device)
+        if files.identities.files != identities.files:
+            raise ModelFormatError(
+                f"{model_path}: The files of the model have changed since the start. Start the "
+                "server again."
+            )
+        return _start_core(files, texts, config=engine_config, device=device, progress=False)
+
+    return restart
 
 
 def _start_engine(

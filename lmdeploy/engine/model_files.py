@@ -93,6 +93,11 @@ class ModelFiles:
     _exact: bool
     _copied: bool  # no tensor stays in the mapped files
 
+    @property
+    def identities(self) -> FileIdentities:
+        """Return the identities of the weight files when they were opened."""
+        return self._files
+
     def read_texts(self) -> TokenizerAndTemplate:
         """Read the tokenizer, the chat template and the generation defaults.
 

@@ -77,6 +77,7 @@ class RequestMaker:
         prompt_logprobs = config.prompt_logprobs
         request.num_prompt_logprobs = -1 if prompt_logprobs is None else prompt_logprobs
         request.logits_output = config.output_logits or "none"
+        request.pooling = config.pooling or "none"
         request.cache_salt = salt_bytes(config.cache_salt)
         grammar = self._grammar()
         if grammar is not None:

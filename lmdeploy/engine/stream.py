@@ -127,6 +127,7 @@ class RequestStream:
             token_ids=tokens,
             logprobs=logprobs if self.config.logprobs is not None else None,
             logits=output.logits,
+            embedding=output.pooled,
             cached_tokens=self._cached_tokens,
             prompt_logprobs=self._prompt_logprobs(output),
             error_code=_error_code(output) if reason == "error" else None,

@@ -47,6 +47,8 @@ def make_app(
         ResponseStore(),
         enable_metrics=enable_metrics,
         enable_abort_handling=options.enable_abort_handling,
+        allow_terminate=options.allow_terminate_by_client,
+        has_keys=bool(options.api_keys),
         enable_web_page=not options.disable_web_page,
         max_log_len=options.max_log_len,
         created=int(time.time()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,10 +40,15 @@ class ServerOptions:
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     enable_abort_handling: bool = False
+    allow_terminate_by_client: bool = False
     shutdown_timeout: int = 3  # seconds
     max_concurrent_requests: int | None = None  # None disables the limit
     max_log_len: int = 0  # characters of each prompt in the log
     ssl: bool = False  # the files are in SSL_KEYFILE and SSL_CERTFILE
+
+
+def _raise_sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
 
 
 @dataclass
@@ -57,6 +64,9 @@ class ServerState:
     responses: ResponseStore
     enable_metrics: bool = True
     enable_abort_handling: bool = False
+    allow_terminate: bool = False
+    has_keys: bool = False
+    terminate: Callable[[], None] = _raise_sigterm
     enable_web_page: bool = True
     max_log_len: int = 0
     created: int = 0

@@ -29,11 +29,11 @@ class AbortRequest(ApiRequest):
 
 @router.get("/health", responses=documented(503))
 async def health(request: Request) -> Response:
-    """Return 200 if the engine is healthy, else 503."""
+    """Return 200 if the engine is healthy or sleeps, else 503."""
     engine = state_of(request).engine
     if not engine.healthy:
         return error_response(ApiError(503, f"The engine has failed: {engine.failure}"))
-    return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "sleeping" if engine.is_sleeping else "ok"})
 
 
 def _card(state: ServerState) -> dict[str, Any]:

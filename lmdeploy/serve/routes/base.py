@@ -137,8 +137,8 @@ async def respond(request: Request, *, endpoint: Endpoint, body: GeneratingBody)
     if endpoint.model is not None:
         check_model(state, endpoint.model(body))
     with ExitStack() as ends:
-        place = ends.enter_context(state.admission.enter())
-        response = await _answer(request, state, endpoint=endpoint, body=body, place=place)
+        slot = ends.enter_context(state.admission.enter())
+        response = await _answer(request, state, endpoint=endpoint, body=body, slot=slot)
         if isinstance(response, SseResponse):
             response.on_end(ends.pop_all().close)
         return response
@@ -150,20 +150,13 @@ async def _answer(
     *,
     endpoint: Endpoint,
     body: GeneratingBody,
-    place: AdmissionSlot,
+    slot: AdmissionSlot,
 ) -> Response:
     """Return the response, whole or as events. If the client disconnects, cancel the jobs."""
     jobs: list[Job] = []
 
     async def start() -> None:
-        prepared = await endpoint.prepare(state, body)
-        prompts, config = prepared.prompts, prepared.config
-        config.cache_salt = with_key_salt(request, config.cache_salt)
-        check_size(prepared, max_tokens=state.engine.max_request_tokens)
-        place.hold(sum(map(len, prompts)) * config.n)
-        if state.max_log_len and logger.isEnabledFor(logging.INFO):
-            await asyncio.to_thread(_log_prompts, state, prompts, path=request.url.path)
-        jobs.extend(await submit_all(state.engine, prepared))
+        jobs.extend(await _start(request, endpoint.prepare(state, body), slot=slot))
 
     async def answer() -> list[Answer]:
         await start()
@@ -182,6 +175,36 @@ async def _answer(
     except asyncio.CancelledError:
         close_all(jobs)
         raise
+
+
+async def run_prompts(
+    request: Request, prepare: Coroutine[Any, Any, PreparedRequest], *, slot: AdmissionSlot
+) -> tuple[list[Job], list[Answer]]:
+    """Wait for the whole responses to prompts. If the client disconnects, cancel them.
+
+    Raise OptionError or ApiError for a request that is wrong or fails.
+    """
+
+    async def run() -> tuple[list[Job], list[Answer]]:
+        jobs = await _start(request, prepare, slot=slot)
+        return jobs, await collect_all(jobs, state_of(request).metrics)
+
+    return await until_disconnect(request, run())
+
+
+async def _start(
+    request: Request, prepare: Coroutine[Any, Any, PreparedRequest], *, slot: AdmissionSlot
+) -> list[Job]:
+    """Check a request and submit it to the engine."""
+    state = state_of(request)
+    prepared = await prepare
+    prompts, config = prepared.prompts, prepared.config
+    config.cache_salt = with_key_salt(request, config.cache_salt)
+    check_size(prepared, max_tokens=state.engine.max_request_tokens)
+    slot.hold(sum(map(len, prompts)) * config.n)
+    if state.max_log_len and logger.isEnabledFor(logging.INFO):
+        await asyncio.to_thread(_log_prompts, state, prompts, path=request.url.path)
+    return await submit_all(state.engine, prepared)
 
 
 def _log_prompts(state: ServerState, prompts: Sequence[list[int]], *, path: str) -> None:

@@ -201,3 +201,27 @@ def test_api_server_generation_config_replaces_the_models(tmp_path: Path) -> Non
         assert len(texts) == 1
         server.send_signal(signal.SIGTERM)
         end_quietly(server)
+
+
+def test_terminate_stops_the_server_like_a_signal() -> None:
+    with started([*SERVER, "--allow-terminate-by-client"]) as (server, url):
+        assert httpx.get(f"{url}/terminate").status_code == 200
+        end_quietly(server)
+
+
+def test_a_sleeping_server_has_freed_its_weights_and_answers_alike_afterwards() -> None:
+    with started(SERVER) as (server, url):
+        body = {"model": "smollm2", "messages": PARIS, "temperature": 0, "max_tokens": 12}
+
+        def answer() -> str:
+            reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+            text: str = reply["choices"][0]["message"]["content"]
+            return text
+
+        before = answer()
+        awake = resident_bytes(server)
+        assert httpx.post(f"{url}/sleep", timeout=60).status_code == 200
+        # SmolLM2 has 89 MB of weights.
+        assert awake - resident_bytes(server) > 80_000_000
+        assert httpx.post(f"{url}/wakeup", timeout=60).json() == {"is_sleeping": False}
+        assert answer() == before

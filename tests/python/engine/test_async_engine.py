@@ -332,10 +332,10 @@ def test_close_interrupted_can_be_repeated(monkeypatch):
     monkeypatch.setattr(engine._drain_thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert not engine.healthy and engine.loaded.cpp_engine.healthy
+    assert not engine.healthy and not engine.loaded.cpp_engine.closed
     engine.close()
     engine.close()
-    assert len(calls) == 2 and not engine.loaded.cpp_engine.healthy
+    assert len(calls) == 2 and engine.loaded.cpp_engine.closed
     assert engine.failure == "The engine is closed."
 
 
@@ -352,7 +352,7 @@ def test_close_second_call_waits_for_the_first():
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
-    assert not engine.loaded.cpp_engine.healthy
+    assert engine.loaded.cpp_engine.closed
 
 
 def test_eos_ids_outside_the_vocabulary_are_ignored_with_a_warning(caplog):

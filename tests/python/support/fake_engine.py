@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
 from lmdeploy.chat.formats.registry import choose_format
@@ -17,10 +20,11 @@ from lmdeploy.chat.prompt_template import PromptTemplate
 from lmdeploy.config.kv_format_options import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.kv_quality import KvOptions
-from lmdeploy.engine.load import LoadedEngine
+from lmdeploy.engine.load import Core, LoadedEngine
 
 EOS = 256
 VOCAB_SIZE = 258
+HIDDEN_SIZE = 4
 BALANCED = KvOptions(
     layers=(FormatPair("nvfp4", "nvfp4"),),
     quality="balanced",
@@ -154,6 +158,7 @@ class FakeCore:
         self.step_seconds = step_seconds
         self.session_len = session_len
         self.failure = ""
+        self.closed = False
         self.requests: list[Any] = []
         self.cancelled: list[int] = []
         self._running: dict[int, tuple[Any, list[int]]] = {}
@@ -214,7 +219,10 @@ class FakeCore:
             prompt_logprobs = [self._logprobs(t) for t in request.prompt[1:]]
         if request.max_new_tokens == 0:
             del self._running[request_id]
-            return self._output(request_id, [], "length", prompt_logprobs=prompt_logprobs)
+            pooled = None if request.pooling == "none" else self._pool(request)
+            return self._output(
+                request_id, [], "length", prompt_logprobs=prompt_logprobs, pooled=pooled
+            )
         token = answer[done % len(answer)]
         request.done = done + 1
         request.answer = [*getattr(request, "answer", []), token]
@@ -240,6 +248,13 @@ class FakeCore:
         return SimpleNamespace(chosen=-0.5, top=[(token, -0.5), ((token + 1) % 256, -1.5)])
 
     @staticmethod
+    def _pool(request: Any) -> npt.NDArray[np.float32]:
+        """Return HIDDEN_SIZE values that depend on the pooled tokens."""
+        tokens = request.prompt[-1:] if request.pooling == "last" else request.prompt
+        mean = sum(tokens) / len(tokens)
+        return np.array([mean, 0.0, np.nan, 2 * mean], np.float32)
+
+    @staticmethod
     def _output(request_id: int, tokens: list[int], reason: str, **more: Any) -> Any:
         values = {
             "stop_tokens": 0,
@@ -247,6 +262,7 @@ class FakeCore:
             "logprobs": [],
             "prompt_logprobs": [],
             "logits": None,
+            "pooled": None,
             "error": "",
             "is_request_fault": False,
         }
@@ -292,7 +308,7 @@ class FakeCore:
         )
 
     def close(self) -> None:
-        self.failure = "closed"
+        self.closed = True
 
 
 def echo(prompt: str) -> str:
@@ -322,18 +338,24 @@ def make_engine(
     if harmony_template is not None:
         tokens = HarmonyTokens.of(tokenizer)  # type: ignore[arg-type]
         ends = [tokens.return_, tokens.call]
+
+    def new_core() -> Any:
+        return FakeCore(
+            script,
+            step_seconds=step_seconds,
+            session_len=session_len,
+            tokenizer=type(tokenizer)(),
+        )
+
     return AsyncEngine(
         LoadedEngine(
-            cpp_engine=FakeCore(  # type: ignore[arg-type]
-                script,
-                step_seconds=step_seconds,
-                session_len=session_len,
-                tokenizer=type(tokenizer)(),
-            ),
+            cpp_engine=new_core(),
+            restart=lambda: Core(new_core(), lambda: None),
             new_request=FakeRequest,  # type: ignore[arg-type]
             tokenizer=tokenizer,  # type: ignore[arg-type]
             chat_template=PromptTemplate(ChatTemplate(source, origin="test")) if source else None,
             vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
+            hidden_size=HIDDEN_SIZE,
             session_len=session_len,
             block_tokens=64,
             eos_ids=[EOS, *ends],

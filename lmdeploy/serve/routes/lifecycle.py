@@ -1,0 +1,104 @@
+"""POST /sleep and /wakeup, GET /is_sleeping, and /terminate: for the operator of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from lmdeploy.base.checks import show
+from lmdeploy.engine.async_engine import SLEEPING_PARTS
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.routes.base import state_of
+from lmdeploy.serve.routes.documentation import documented
+
+logger = logging.getLogger("lmdeploy")
+
+router = APIRouter()
+_FETCH_SITES = (None, "none", "same-origin")  # values of Sec-Fetch-Site of the server's own pages
+
+
+@router.post("/sleep", responses=documented(400, 500, 503))
+async def sleep(request: Request, level: str = "1") -> Response:
+    """Free the weights and the KV cache, and end running requests with `abort`.
+
+    Both levels of LMDeploy do the same. Needs an API key; without keys, a client on this machine.
+    """
+    check_operator(request)
+    if level not in ("1", "2"):
+        raise ApiError(400, f"level is {show(level)}. It must be 1 or 2.", param="level")
+    await asyncio.to_thread(state_of(request).engine.sleep)
+    logger.warning("The engine sleeps. POST /wakeup loads the model again.")
+    return JSONResponse({"is_sleeping": True})
+
+
+@router.post("/wakeup", responses=documented(400, 500, 503))
+@router.post("/wake_up", responses=documented(400, 500, 503))  # vLLM's name
+async def wakeup(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    """Load the model again. `tags` asks for one part, `weights` or `kv_cache`.
+
+    The engine wakes when both parts have been asked for. Needs an API key; without keys, a client
+    on this machine.
+    """
+    check_operator(request)
+    parts = tags or list(SLEEPING_PARTS)
+    for part in parts:
+        if part not in SLEEPING_PARTS:
+            wanted = " or ".join(sorted(SLEEPING_PARTS))
+            raise ApiError(400, f"tags is {show(part)}. It must be {wanted}.", param="tags")
+    engine = state_of(request).engine
+    try:
+        await asyncio.to_thread(engine.wake, parts)
+    except (ValueError, MemoryError) as error:
+        raise ApiError(503, f"The engine still sleeps: {error}") from error
+    return JSONResponse({"is_sleeping": engine.is_sleeping})
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    """Return whether the engine sleeps."""
+    return {"is_sleeping": state_of(request).engine.is_sleeping}
+
+
+@router.get("/terminate", responses=documented(400))
+@router.post("/terminate", responses=documented(400))
+async def terminate(request: Request) -> Response:
+    """Stop the server as SIGTERM does, if --allow-terminate-by-client is set.
+
+    Needs an API key; without keys, a client on this machine.
+    """
+    check_operator(request)
+    state = state_of(request)
+    if not state.allow_terminate:
+        raise ApiError(
+            400, "/terminate is disabled. Start the server with --allow-terminate-by-client."
+        )
+    state.terminate()
+    return JSONResponse({"terminating": True})
+
+
+def check_operator(request: Request) -> None:
+    """Raise ApiError 403 for a client of another machine if the server has no API keys.
+
+    AuthMiddleware has checked the key of a server with keys. A page of another site cannot send
+    these requests either: it could send a GET without `Origin`.
+    """
+    if request.headers.get("sec-fetch-site") not in _FETCH_SITES:
+        raise ApiError(403, "Pages of other sites cannot use this endpoint.")
+    if not state_of(request).has_keys and not _is_local(request):
+        raise ApiError(
+            403,
+            "This endpoint accepts only clients on the server's machine. Start the server with "
+            "--api-keys to use it from elsewhere.",
+        )
+
+
+def _is_local(request: Request) -> bool:
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:  # not an IP address
+        return False
