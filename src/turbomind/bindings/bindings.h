@@ -25,6 +25,8 @@ void DefProfile(pybind11::module_& m);
 
 // Defines the KV formats and quality options as properties of EngineConfig.
 void DefKvOptions(pybind11::class_<EngineConfig>& config);
+// Throws InvalidArgument unless there are 16 bytes.
+CacheSalt ToCacheSalt(const pybind11::bytes& bytes);
 // Returns the statistics as arrays by name (_turbomind.pyi).
 pybind11::dict ToDict(const KvStatistics& statistics);
 

@@ -7,8 +7,11 @@
 #include <malloc.h>
 #endif
 
+#include <cstddef>
 #include <memory>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "turbomind/bindings/bindings.h"
 
@@ -47,6 +50,40 @@ class PyEngine {
   std::unique_ptr<Engine> engine_;
 };
 
+std::vector<std::vector<py::bytes>> ExportPrefix(PyEngine& self, const std::vector<int32_t>& tokens,
+                                                 int64_t first, const py::bytes& salt) {
+  std::vector<BlockCopies> copies;
+  const CacheSalt cache_salt = ToCacheSalt(salt);
+  {
+    const py::gil_scoped_release unlocked;
+    copies = (*self).ExportPrefix(tokens, first, cache_salt);
+  }
+  std::vector<std::vector<py::bytes>> blocks;
+  for (const BlockCopies& block : copies) {
+    std::vector<py::bytes>& pools = blocks.emplace_back();
+    for (const std::vector<std::byte>& bytes : block) {
+      pools.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    }
+  }
+  return blocks;
+}
+
+int64_t ImportPrefix(PyEngine& self, const std::vector<int32_t>& tokens, int64_t first,
+                     const std::vector<std::vector<py::bytes>>& blocks, const py::bytes& salt) {
+  std::vector<BlockCopies> copies;
+  for (const std::vector<py::bytes>& pools : blocks) {
+    BlockCopies& block = copies.emplace_back();
+    for (const py::bytes& bytes : pools) {
+      const auto view = static_cast<std::string_view>(bytes);
+      const auto* data = reinterpret_cast<const std::byte*>(view.data());
+      block.emplace_back(data, data + view.size());
+    }
+  }
+  const CacheSalt cache_salt = ToCacheSalt(salt);
+  const py::gil_scoped_release unlocked;
+  return (*self).ImportPrefix(tokens, first, copies, cache_salt);
+}
+
 }  // namespace
 
 void DefEngine(py::module_& m) {
@@ -76,6 +113,17 @@ void DefEngine(py::module_& m) {
           "failure", py::cpp_function([](PyEngine& self) { return (*self).failure(); }, release()))
       .def(
           "clear_prefix_cache", [](PyEngine& self) { (*self).ClearPrefixCache(); }, release())
+      .def(
+          "cached_tokens",
+          [](PyEngine& self, const std::vector<int32_t>& prompt, const py::bytes& salt) {
+            const CacheSalt cache_salt = ToCacheSalt(salt);
+            const py::gil_scoped_release unlocked;
+            return (*self).CachedTokens(prompt, cache_salt);
+          },
+          py::arg("prompt"), py::arg("salt"))
+      .def("export_prefix", &ExportPrefix, py::arg("tokens"), py::arg("first"), py::arg("salt"))
+      .def("import_prefix", &ImportPrefix, py::arg("tokens"), py::arg("first"), py::arg("blocks"),
+           py::arg("salt"))
       .def("kv_statistics",
            [](PyEngine& self) {
              const auto collected = [&self] {

@@ -84,14 +84,6 @@ void SetTokenMask(Request& request, const py::object& fn) {
   request.token_mask = PyTokenMask(fn);
 }
 
-void SetCacheSalt(Request& request, const py::bytes& salt) {
-  const std::string bytes = salt;
-  if (bytes.size() != sizeof(CacheSalt)) {
-    throw InvalidArgument("cache_salt must have 16 bytes");
-  }
-  std::memcpy(request.cache_salt.data(), bytes.data(), sizeof(CacheSalt));
-}
-
 // Returns [n, vocab] as a view of the output's memory. The array keeps the output alive.
 py::object GetLogits(const py::object& self) {
   auto& output = self.cast<RequestOutput&>();
@@ -124,6 +116,16 @@ void DefSampling(py::class_<Request, std::shared_ptr<Request>>& target, const ch
 
 }  // namespace
 
+CacheSalt ToCacheSalt(const py::bytes& bytes) {
+  const std::string text = bytes;
+  CacheSalt salt;
+  if (text.size() != sizeof(salt)) {
+    throw InvalidArgument("cache_salt must have 16 bytes");
+  }
+  std::memcpy(salt.data(), text.data(), sizeof(salt));
+  return salt;
+}
+
 void DefRequest(py::module_& m) {
   py::class_<Request, std::shared_ptr<Request>> request(m, "Request");
   request.def(py::init<>())
@@ -144,7 +146,7 @@ void DefRequest(py::module_& m) {
             return py::bytes(reinterpret_cast<const char*>(self.cache_salt.data()),
                              sizeof(CacheSalt));
           },
-          &SetCacheSalt);
+          [](Request& self, const py::bytes& salt) { self.cache_salt = ToCacheSalt(salt); });
   DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
   DefEnum(request, "pooling", &Request::pooling, kPoolings);
   DefSampling(request, "do_sample", &SamplingParams::do_sample);

@@ -17,6 +17,7 @@
 #include "turbomind/core/mapped_file.h"
 #include "turbomind/engine/engine_state.h"
 #include "turbomind/engine/output_list.h"
+#include "turbomind/engine/prefix_exchange.h"
 #include "turbomind/ops/rope.h"
 
 namespace turbomind {
@@ -100,6 +101,8 @@ struct Engine::Impl {
   // Runs `work` on the engine thread between two steps. Its exceptions are rethrown as
   // InternalError.
   void RunBetweenSteps(std::function<void()> work);
+
+  PrefixPieces Pieces();
 
   // Engine thread.
 
@@ -240,6 +243,13 @@ void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
   if (const std::string wrong = done.get(); !wrong.empty()) {
     throw InternalError(wrong);
   }
+}
+
+PrefixPieces Engine::Impl::Pieces() {
+  return {.blocks = BlocksPerPiece(state->cache),
+          .run = [this](const std::function<void(SequenceManager&)>& work) {
+            RunBetweenSteps([&] { work(state->manager); });
+          }};
 }
 
 void Engine::Impl::Loop() {
@@ -539,6 +549,22 @@ std::string Engine::failure() const {
 
 void Engine::ClearPrefixCache() {
   impl_->RunBetweenSteps([this] { impl_->state->manager.ClearPrefixCache(); });
+}
+
+int64_t Engine::CachedTokens(std::span<const int32_t> prompt, const CacheSalt& salt) {
+  int64_t num_tokens = 0;
+  impl_->RunBetweenSteps([&] { num_tokens = impl_->state->manager.CachedTokens(prompt, salt); });
+  return num_tokens;
+}
+
+std::vector<BlockCopies> Engine::ExportPrefix(std::span<const int32_t> tokens, int64_t first,
+                                              const CacheSalt& salt) {
+  return ExportInPieces({tokens, first, salt}, impl_->Pieces());
+}
+
+int64_t Engine::ImportPrefix(std::span<const int32_t> tokens, int64_t first,
+                             std::span<const BlockCopies> copies, const CacheSalt& salt) {
+  return ImportInPieces({tokens, first, salt}, copies, impl_->Pieces());
 }
 
 KvStatistics Engine::kv_statistics() {

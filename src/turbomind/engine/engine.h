@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,7 @@
 #include "turbomind/engine/engine_stats.h"
 #include "turbomind/engine/memory_plan.h"
 #include "turbomind/engine/request.h"
+#include "turbomind/kv/block_copies.h"
 #include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
@@ -48,6 +50,17 @@ class Engine {
   std::string failure() const;  // the reason; empty while healthy
   // Drops all cached prefixes. Running sequences are not affected.
   void ClearPrefixCache();
+  // Returns how many tokens of a prompt the prefix cache has.
+  int64_t CachedTokens(std::span<const int32_t> prompt, const CacheSalt& salt);
+  // Returns copies of the blocks of `tokens` from block `first` on, as far as they are cached. They
+  // are copied in pieces between steps (prefix_exchange.h). Throws InternalError if the engine is
+  // closed.
+  std::vector<BlockCopies> ExportPrefix(std::span<const int32_t> tokens, int64_t first,
+                                        const CacheSalt& salt);
+  // Enters copies into the prefix cache in the same way. SequenceManager::ImportBlocks documents
+  // the result and the errors.
+  int64_t ImportPrefix(std::span<const int32_t> tokens, int64_t first,
+                       std::span<const BlockCopies> copies, const CacheSalt& salt);
   // Returns the statistics of everything stored so far. Throws InvalidArgument unless
   // collect_kv_statistics is set.
   KvStatistics kv_statistics();

@@ -147,6 +147,30 @@ std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
   return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
 }
 
+std::vector<std::byte> KvCache::ReadBlock(int pool, int64_t block) const {
+  std::vector<std::byte> bytes(static_cast<size_t>(bytes_per_block(pool)));
+  const auto data_bytes = static_cast<size_t>(PoolLayout(pool).block_bytes());
+  device_.Copy(bytes.data(), GetBlockPtr(pool, block), data_bytes);
+  if (bytes.size() > data_bytes) {
+    device_.Copy(bytes.data() + data_bytes, GetScaleBlockPtr(pool, block),
+                 bytes.size() - data_bytes);
+  }
+  device_.Synchronize();
+  return bytes;
+}
+
+void KvCache::WriteBlock(int pool, int64_t block, std::span<const std::byte> bytes) {
+  Check(static_cast<int64_t>(bytes.size()) == bytes_per_block(pool),
+        "a written block must have the size of the pool's blocks");
+  const auto data_bytes = static_cast<size_t>(PoolLayout(pool).block_bytes());
+  device_.Copy(GetBlockPtr(pool, block), bytes.data(), data_bytes);
+  if (bytes.size() > data_bytes) {
+    device_.Copy(GetScaleBlockPtr(pool, block), bytes.data() + data_bytes,
+                 bytes.size() - data_bytes);
+  }
+  device_.Synchronize();
+}
+
 void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales) {
   const std::string what = "KV cache scales of layer " + std::to_string(layer);
   if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "turbomind/core/device_memory.h"
@@ -47,6 +48,11 @@ class KvCache {
 
   std::byte* GetBlockPtr(int pool, int64_t block) const;
   std::byte* GetScaleBlockPtr(int pool, int64_t block) const;  // null without FP4
+
+  // Returns the data of a block, then its scales: bytes_per_block(pool) bytes.
+  std::vector<std::byte> ReadBlock(int pool, int64_t block) const;
+  // Writes what ReadBlock returned. REQUIRES: bytes.size() == bytes_per_block(pool).
+  void WriteBlock(int pool, int64_t block, std::span<const std::byte> bytes);
 
   // Sets the constant FP32 global_scale of NVFP4 or k_scale / v_scale of FP8: one per KV head,
   // finite and in [2^-64, 2^64]. REQUIRES: nothing was written to the layer yet. Throws

@@ -8,7 +8,6 @@
 #include "turbomind/kv/prefix_hit.h"
 
 namespace turbomind {
-namespace {
 
 std::vector<int> FullPools(const KvCache& cache) {
   if (cache.groups().front().window != 0) {
@@ -17,8 +16,6 @@ std::vector<int> FullPools(const KvCache& cache) {
   return cache.has_window16_pools() ? std::vector<int>{0, cache.Window16Pool(0)}
                                     : std::vector<int>{0};
 }
-
-}  // namespace
 
 SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching)
     : cache_(cache),
@@ -269,7 +266,7 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   sequence.num_written = num_tokens;
   const int64_t num_whole = num_tokens / length;
   if (enable_prefix_caching_ && (num_whole > sequence.num_entered || any_quantized)) {
-    Enter(sequence, tokens.first(static_cast<size_t>(num_whole * length)));
+    Enter(tokens.first(static_cast<size_t>(num_whole * length)), sequence.tables, sequence.salt);
     sequence.num_entered = num_whole;
   }
   for (int group = 0; group < cache_.num_groups(); ++group) {
@@ -300,8 +297,10 @@ bool SequenceManager::FinishQuantization(Sequence& sequence, int group) {
   return any;
 }
 
-void SequenceManager::Enter(const Sequence& sequence, std::span<const int32_t> whole) {
-  const std::vector<PoolBlock> entered = trie_.Insert(whole, sequence.tables, sequence.salt);
+void SequenceManager::Enter(std::span<const int32_t> whole,
+                            const std::vector<std::vector<int32_t>>& tables,
+                            const CacheSalt& salt) {
+  const std::vector<PoolBlock> entered = trie_.Insert(whole, tables, salt);
   for (const PoolBlock& block : entered) {
     managers_[static_cast<size_t>(block.pool)].Keep(block.block);
   }

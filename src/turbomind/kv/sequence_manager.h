@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "turbomind/kv/block_copies.h"
 #include "turbomind/kv/block_manager.h"
 #include "turbomind/kv/block_trie.h"
 #include "turbomind/kv/kv_cache.h"
@@ -87,6 +88,20 @@ class SequenceManager {
 
   void FreeDataAndScaleBlocks(uint64_t id);
 
+  // Returns the number of tokens that Create would find in the prefix cache.
+  int64_t CachedTokens(std::span<const int32_t> prompt, const CacheSalt& salt = {}) const;
+  // Returns copies of the blocks [first, first + max_blocks) of `tokens`, as far as the prefix
+  // cache has them. Blocks of running sequences are included once they are whole.
+  std::vector<BlockCopies> ExportBlocks(std::span<const int32_t> tokens, int64_t first,
+                                        int64_t max_blocks, const CacheSalt& salt = {}) const;
+  // Enters copies of the blocks [first, first + copies.size()) of `tokens` into the prefix cache,
+  // as cached blocks. Copies that it has already stay. Returns the number of blocks entered or
+  // known: fewer if the blocks before `first` are not cached or the pools are full. Throws
+  // InvalidArgument for copies of other sizes (nothing is entered), and for a scale byte that no
+  // encoder stores (the blocks before that one are entered). REQUIRES: `tokens` covers the blocks.
+  int64_t ImportBlocks(std::span<const int32_t> tokens, int64_t first,
+                       std::span<const BlockCopies> copies, const CacheSalt& salt = {});
+
   // Drops all cached blocks. Running sequences keep their blocks.
   void ClearPrefixCache();
 
@@ -152,7 +167,10 @@ class SequenceManager {
   }
   void PlanQuantization(Sequence& sequence, int group);
   bool FinishQuantization(Sequence& sequence, int group);
-  void Enter(const Sequence& sequence, std::span<const int32_t> whole);
+  void Enter(std::span<const int32_t> whole, const std::vector<std::vector<int32_t>>& tables,
+             const CacheSalt& salt);
+  bool Place(const BlockCopies& copies, const std::vector<int>& known,
+             std::vector<PoolBlock>& placed);
   void EvictOldest(int pool);
   void DropFromTrie(const std::vector<PoolBlock>& blocks);
   void TrimQuantized(Sequence& sequence, int group);
@@ -171,5 +189,8 @@ class SequenceManager {
   std::vector<int64_t> needed_;
   std::vector<std::vector<int>> taken_;
 };
+
+// Returns the pools of the full-attention group; empty if there is no such group.
+std::vector<int> FullPools(const KvCache& cache);
 
 }  // namespace turbomind
