@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from lmdeploy.base.checks import ContextLengthError, check_instance, refuse
+from lmdeploy.base.checks import ContextLengthError, check_instance, refuse, show
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.engine.prompt_jobs import Message, Prompt, PromptJob, prompt_jobs
+from lmdeploy.engine.request import salt_bytes
+from lmdeploy.kv_store.blocks import KvBlocks
 from lmdeploy.response import Response, join_pieces
 
 if TYPE_CHECKING:
@@ -298,6 +300,59 @@ class Pipeline:
 
         self._loop.run_all(jobs, run_one)
         return result
+
+    def export_prefix(self, input_ids: list[int]) -> KvBlocks:
+        """Return copies of the cached blocks of a prefix, for `import_prefix` of another process.
+
+        Args:
+            input_ids: token ids of a prompt that this pipeline has computed. Only whole blocks are
+                copied, and only as far as they are still cached.
+
+        Raises:
+            ValueError: if `input_ids` is not a list of token ids.
+            EngineFailure: if the engine has failed or was closed.
+        """
+        self._check_open()
+        if not isinstance(input_ids, list) or not all(type(token) is int for token in input_ids):
+            raise refuse("input_ids", input_ids, wanted="a list of token ids")
+        self.engine.check_prompt(input_ids, num_new=0, name="input_ids")
+        self.engine.check_healthy()
+        loaded = self.engine.loaded
+        blocks = loaded.cpp_engine.export_prefix(input_ids, 0, salt_bytes(None))
+        return KvBlocks(
+            identity=loaded.cache_identity(),
+            tokens=input_ids[: len(blocks) * loaded.block_tokens],
+            block_tokens=loaded.block_tokens,
+            blocks=blocks,
+        )
+
+    def import_prefix(self, blocks: KvBlocks) -> int:
+        """Enter copies of blocks into the prefix cache. Return the number of tokens they hold.
+
+        The number is smaller than that of the blocks if the cache has no room.
+
+        Raises:
+            ValueError: if the blocks are of another model, KV format or quality, or are damaged.
+            EngineFailure: if the engine has failed or was closed.
+        """
+        self._check_open()
+        self.engine.check_healthy()
+        loaded = self.engine.loaded
+        wanted = {**loaded.cache_identity(), "block_tokens": loaded.block_tokens}
+        given = {**blocks.identity, "block_tokens": blocks.block_tokens}
+        for name in sorted(wanted.keys() | given.keys()):
+            if wanted.get(name) != given.get(name):
+                raise ValueError(
+                    f"blocks have {name} {show(given.get(name))}, but this engine has "
+                    f"{show(wanted.get(name))}. Import them into an engine of the same model and "
+                    "KV options."
+                )
+        if not blocks.blocks:
+            return 0
+        self.engine.check_prompt(blocks.tokens, num_new=0, name="blocks")
+        salt = salt_bytes(None)
+        count = loaded.cpp_engine.import_prefix(blocks.tokens, 0, blocks.blocks, salt)
+        return count * loaded.block_tokens
 
     def _chat_pieces(
         self, prompt: str, session: Session, *, gen_config: GenerationConfig | None

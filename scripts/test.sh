@@ -18,6 +18,7 @@ need clang-format clang-format
 need doctest/doctest.h doctest-dev
 need valgrind/callgrind.h valgrind
 need chromium chromium # tests of the web page
+need redis-server redis-server # tests of the KV store
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
 [ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
   missing+=(python3-dev)

@@ -267,6 +267,18 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
         "preset of the KV cache (default: balanced for four-bit formats, else raw)",
         choices=KV_QUALITIES,
     )
+    add(
+        "--kv-store",
+        "store of KV blocks, so that prompts survive a restart and servers share them: "
+        "file:///folder?size=10GiB, redis://host:6379/0 or valkey://host:6379/0",
+        metavar="URL",
+    )
+    add(
+        "--kv-store-key",
+        "file with the secret of the store (default: LMDEPLOY_KV_STORE_KEY, or a new file beside "
+        "the folder)",
+        metavar="FILE",
+    )
     add("--kv-calibration", "file from `lmdeploy lite calibrate`, required for --kv-quality best")
     add_kv_ingredient_flags(group)
 
@@ -344,5 +356,7 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         kv_cache_format=args.kv_cache_format,
         kv_quality=args.kv_quality,
         kv_calibration=args.kv_calibration,
+        kv_store=args.kv_store,
+        kv_store_key=args.kv_store_key,
         **kv_ingredients(args),
     )

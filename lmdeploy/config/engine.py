@@ -82,6 +82,10 @@ class TurbomindEngineConfig:
         kv_recent_tokens: number of tokens before the current block kept in 16 bits, a multiple of
             64. -1 keeps no token in 16 bits.
         kv_calibration: file written by `lmdeploy lite calibrate`. `best` needs it.
+        kv_store: address of a store of KV blocks, which outlives the engine and can be shared:
+            file:///folder?size=10GiB, redis://host:6379/0 or valkey://… (docs/kv_cache.md).
+        kv_store_key: file with the secret of the store. None takes LMDEPLOY_KV_STORE_KEY, or
+            creates a file beside a folder.
         kv_cache_format: replaces quant_policy with a format name, `k=fp8,v=nvfp4`, a YAML file, or
             a dict with a format per layer.
 
@@ -145,6 +149,8 @@ class TurbomindEngineConfig:
     kv_recent_tokens: int | None = None
     kv_calibration: str | os.PathLike[str] | None = None
     kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
+    kv_store: str | None = None
+    kv_store_key: str | None = None
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(ENGINE))
@@ -169,6 +175,7 @@ class TurbomindEngineConfig:
         table = self.kv_table
         self._check_one_format_option(table)
         self._check_kv_quality(table)
+        self._check_kv_store()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
             check_bool(name, getattr(self, name))
         self._check_device()
@@ -305,6 +312,18 @@ class TurbomindEngineConfig:
                 f"kv_calibration {show(os.fspath(path))} needs kv_quality best, but kv_quality is "
                 f"{self.kv_quality or 'not given'}. "
                 "Add --kv-quality best or remove --kv-calibration."
+            )
+
+    def _check_kv_store(self) -> None:
+        for name in ("kv_store", "kv_store_key"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise refuse(name, value, wanted="a non-empty string", flag=flag_of(name))
+        if self.kv_store_key is not None and self.kv_store is None:
+            raise OptionError("kv_store_key", "has no effect without --kv-store. Remove it.")
+        if self.kv_store is not None and not self.enable_prefix_caching:
+            raise OptionError(
+                "kv_store", "needs the prefix cache. Remove --disable-prefix-caching."
             )
 
     @property

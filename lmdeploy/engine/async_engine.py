@@ -22,6 +22,7 @@ from lmdeploy.chat.grammar import Grammars
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.engine.load import LoadedEngine, load_engine
+from lmdeploy.engine.prefix_store import PrefixRecorder
 from lmdeploy.engine.request import RequestMaker, RequestParts, check_prompt, set_sampling
 from lmdeploy.engine.stream import RequestStream
 from lmdeploy.response import Response
@@ -59,6 +60,8 @@ class AsyncEngine:
         self._closed = False
         self._asleep: frozenset[str] = frozenset()  # the parts that `sleep` has freed
         self._close_lock = threading.RLock()
+        traffic = loaded.kv_traffic
+        self._recorder = None if traffic is None else PrefixRecorder(traffic)
         self._start_draining()
         _running.add(self)
 
@@ -202,6 +205,8 @@ class AsyncEngine:
             decoder=parts.decoder,
             forget=self.forget,
         )
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.begin, request, self.loaded.cpp_engine)
         with self._lock:
             self._streams[stream.request_id] = stream
         try:
@@ -209,6 +214,8 @@ class AsyncEngine:
         except BaseException:
             with self._lock:
                 self._streams.pop(stream.request_id, None)
+            if self._recorder is not None:
+                self._recorder.drop(stream.request_id)
             self.check_healthy()
             raise
         try:
@@ -290,6 +297,8 @@ class AsyncEngine:
         with self._close_lock:
             if not self._closed:
                 self._closing.set()
+                if self._recorder is not None:
+                    self._recorder.traffic.close()
                 if not self.is_sleeping:
                     self._stop_core()
                 self._closed = True
@@ -344,6 +353,8 @@ class AsyncEngine:
             while self._draining.is_set():
                 outputs = cpp_engine.wait_outputs(_WAIT_MS)
                 for output in outputs:
+                    if self._recorder is not None:
+                        self._recorder.output(output, cpp_engine)
                     self._deliver(output)
                 if not self._has_warned and any(out.finish_reason != "none" for out in outputs):
                     self._warn_of_clipping()

@@ -15,6 +15,7 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
 from lmdeploy.engine.plan import plan_engine
+from lmdeploy.engine.prefix_store import identity_of_cache, open_traffic
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import LoadedModel, ModelFiles, TokenizerAndTemplate
+    from lmdeploy.kv_store.traffic import PrefixTraffic
 
 logger = logging.getLogger("lmdeploy")
 
@@ -60,6 +62,8 @@ class LoadedEngine:
     model_type: str = ""
     device_line: str = ""
     on_close: Callable[[], None] = lambda: None
+    cache_identity: Callable[[], dict[str, Any]] = dict  # what determines the bytes of a KV block
+    kv_traffic: PrefixTraffic | None = None  # None without a store
 
 
 def load_engine(
@@ -102,6 +106,8 @@ def load_engine(
     )
     if template is None and chat_format.splits_answers:
         logger.warning("messages %s", NO_TEMPLATE)
+    identity = identity_of_cache(model_path, config, files=files, kv=kv)
+    traffic = open_traffic(config, identity, kv=kv)
     core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
     model = files.info
     return LoadedEngine(
@@ -124,6 +130,8 @@ def load_engine(
         model_type=model.model_type,
         device_line=device_line(device),
         on_close=core.on_close,
+        cache_identity=identity,
+        kv_traffic=traffic,
     )
 
 

@@ -15,7 +15,7 @@ LAYERS = (
     ("config",),
     ("models",),
     ("chat", "checkpoint"),
-    ("response",),
+    ("response", "kv_store"),
     ("engine",),
     ("pipeline", "tokenizer"),
     ("lite",),

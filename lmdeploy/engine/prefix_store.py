@@ -1,0 +1,129 @@
+"""④ Connect an engine with a store of KV blocks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.config.engine import TurbomindEngineConfig
+
+if TYPE_CHECKING:
+    from lmdeploy.engine.kv_quality import KvOptions
+    from lmdeploy.engine.model_files import ModelFiles
+    from lmdeploy.kv_store.traffic import PrefixTraffic
+
+# The version of the bytes of a block (src/turbomind/kv/layout.h, codec.h). Raise it with them.
+_LAYOUT_VERSION = 1
+
+
+def identity_of_cache(
+    model_path: str, config: TurbomindEngineConfig, *, files: ModelFiles, kv: KvOptions
+) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns what determines the bytes of a KV block, as JSON values.
+
+    The function reads a part of every tensor at its first call. It keeps no file open.
+    """
+    model = files.info.config
+    is_dynamic = model.rope.kind == "dynamic"
+    known: dict[str, Any] = {
+        "layout": _LAYOUT_VERSION,
+        "dtype": model.dtype,
+        "block_tokens": config.cache_block_seq_len,
+        "layers": [[pair.k, pair.v] for pair in kv.layers],
+        "windows": list(model.windows),
+        "rotation": kv.rotation,
+        "scale_search": kv.scale_search,
+        "sink_tokens": kv.sink_tokens,
+        "recent_tokens": kv.recent_tokens,
+        "exact": config.exact,
+        "overrides": json.dumps(config.hf_overrides, sort_keys=True, default=str),
+        "rope_factor": float(config.rope_scaling_factor),
+        "session_len": config.session_len if is_dynamic else None,
+    }
+    calibration = kv.calibration
+
+    @functools.cache
+    def identity() -> dict[str, Any]:
+        from lmdeploy.checkpoint.fingerprint import hash_model
+
+        constants = None
+        if calibration is not None:
+            constants = hashlib.sha256(calibration.read_bytes()).hexdigest()
+        return {**known, "model": hash_model(model_path), "calibration": constants}
+
+    return identity
+
+
+def open_traffic(
+    config: TurbomindEngineConfig, identity: Callable[[], dict[str, Any]], *, kv: KvOptions
+) -> PrefixTraffic | None:
+    """Open the store of the options. Return None if there is none.
+
+    Raise ValueError for a wrong address or key.
+    """
+    if config.kv_store is None:
+        return None
+    from lmdeploy.kv_store.address import open_store
+    from lmdeploy.kv_store.keys import BlockKeys, read_secret
+    from lmdeploy.kv_store.traffic import PrefixTraffic
+
+    store = open_store(config.kv_store)
+    secret = read_secret(config.kv_store_key, beside=store.folder)
+    block_tokens = config.cache_block_seq_len
+    return PrefixTraffic(
+        store,
+        BlockKeys(secret, identity(), block_tokens=block_tokens),
+        block_tokens=block_tokens,
+        late_blocks=max(kv.recent_tokens, 0) // block_tokens + 2,
+    )
+
+
+@dataclass
+class _Prefix:
+    """The tokens of one request, the generated ones included."""
+
+    tokens: list[int]
+    salt: bytes
+    since: float = field(default_factory=time.monotonic)
+    has_begun: bool = False
+
+
+class PrefixRecorder:
+    """Follows requests, and offers their prefixes to the store when they end.
+
+    `begin` is called before a request is submitted, and `output` by the thread that takes outputs.
+    """
+
+    def __init__(self, traffic: PrefixTraffic) -> None:
+        self.traffic = traffic
+        self._prefixes: dict[int, _Prefix] = {}
+
+    def begin(self, request: Any, cpp_engine: Any) -> None:
+        """Copy blocks of the prompt from the store to the engine. This may wait for the store."""
+        prompt = list(request.prompt)
+        if request.num_prompt_logprobs < 0 and request.pooling != "mean":
+            self.traffic.fetch(cpp_engine, prompt, request.cache_salt)
+        self._prefixes[request.id] = _Prefix(prompt, request.cache_salt)
+
+    def output(self, output: Any, cpp_engine: Any) -> None:
+        """Take one output of the engine."""
+        prefix = self._prefixes.get(output.request_id)
+        if prefix is None:
+            return
+        if not prefix.has_begun and output.tokens:
+            prefix.has_begun = True
+            computed = len(prefix.tokens) - output.cached_tokens
+            self.traffic.note_prompt(computed, time.monotonic() - prefix.since)
+        prefix.tokens += output.tokens
+        if output.finish_reason != "none":
+            del self._prefixes[output.request_id]
+            self.traffic.offer(cpp_engine, prefix.tokens, prefix.salt)
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request that was not submitted."""
+        self._prefixes.pop(request_id, None)

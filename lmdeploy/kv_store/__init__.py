@@ -1,0 +1,1 @@
+"""Cached KV blocks outside an engine: as bytes, in files, and in Redis."""

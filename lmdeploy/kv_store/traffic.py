@@ -1,0 +1,242 @@
+"""Moves blocks between an engine and a store: reads for a prompt, and writes in the background."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lmdeploy.kv_store.blocks import pack_copies, unpack_copies
+from lmdeploy.kv_store.keys import BlockKeys
+from lmdeploy.kv_store.store import BlockStore, StoreError
+
+logger = logging.getLogger("lmdeploy")
+
+_PAUSE_SECONDS = 10.0  # after an error of the store
+_WRITE_BYTES_PER_SECOND = 64 << 20
+_MAX_WAITING = 256  # prefixes to write; the oldest are dropped
+_MAX_KNOWN = 1 << 16  # blocks that this process need not write again
+_KNOWN_SECONDS = 600.0  # others may evict a block meanwhile
+_SMOOTHING = 0.2  # weight of the newest measurement
+
+
+class PrefixCache(Protocol):
+    """The part of the C++ engine that traffic needs."""
+
+    def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int: ...
+    def export_prefix(
+        self, tokens: Sequence[int], first: int, salt: bytes
+    ) -> list[list[bytes]]: ...
+    def import_prefix(
+        self, tokens: Sequence[int], first: int, blocks: list[list[bytes]], salt: bytes
+    ) -> int: ...
+
+
+@dataclass
+class StoreStats:
+    """Counts since the start. `rejected` values were not sealed with the store's secret."""
+
+    hits: int = 0
+    misses: int = 0
+    rejected: int = 0
+    errors: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_seconds: float = 0.0
+    written_blocks: int = 0
+
+
+@dataclass
+class _Known:
+    """Blocks in the store: name → the pools with a copy, and when that was known."""
+
+    entries: OrderedDict[str, tuple[tuple[bool, ...], float]] = field(default_factory=OrderedDict)
+
+    def add(self, name: str, pools: tuple[bool, ...]) -> None:
+        self.entries[name] = (pools, time.monotonic())
+        self.entries.move_to_end(name)
+        if len(self.entries) > _MAX_KNOWN:
+            self.entries.popitem(last=False)
+
+    def pools(self, name: str) -> tuple[bool, ...] | None:
+        pools, since = self.entries.get(name, (None, 0.0))
+        return pools if time.monotonic() - since < _KNOWN_SECONDS else None
+
+
+class PrefixTraffic:
+    """The connection between one engine and one store.
+
+    Errors of the store are counted, and the store is left alone for some seconds after each. They
+    cost hits, but never fail a request. Any thread may use it.
+    """
+
+    def __init__(
+        self, store: BlockStore, keys: BlockKeys, *, block_tokens: int, late_blocks: int
+    ) -> None:
+        """Start the thread that writes.
+
+        Args:
+            late_blocks: the last blocks of a stored prefix that may get another copy later, when
+                they leave the 16-bit window.
+        """
+        self.stats = StoreStats()
+        self._store = store
+        self._keys = keys
+        self._block_tokens = block_tokens
+        self._late_blocks = late_blocks
+        self._known = _Known()
+        self._lock = threading.Lock()  # of _known and stats
+        self._resumes_at = 0.0
+        self._compute_seconds: float | None = None  # per block of a prompt
+        self._waiting: queue.Queue[tuple[PrefixCache, list[int], bytes] | None] = queue.Queue(
+            _MAX_WAITING
+        )
+        self._closing = threading.Event()
+        self._writer = threading.Thread(target=self._write_all, name="kv-store", daemon=True)
+        self._writer.start()
+
+    def note_prompt(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a prompt of `num_tokens` how long computing a block takes."""
+        if num_tokens < self._block_tokens:
+            return
+        now = seconds * self._block_tokens / num_tokens
+        before = self._compute_seconds
+        self._compute_seconds = now if before is None else before + _SMOOTHING * (now - before)
+
+    def fetch(self, cache: PrefixCache, prompt: list[int], salt: bytes) -> int:
+        """Copy blocks of a prompt from the store to the engine. Return their number.
+
+        It stops at the first missing block, and when reading takes longer than computing would.
+        """
+        # The last token is always computed.
+        names = self._keys.names(prompt[:-1], salt)
+        if not names or self._is_paused():
+            return 0
+        first = cache.cached_tokens(prompt, salt) // self._block_tokens
+        begin = time.monotonic()
+        blocks: list[list[bytes]] = []
+        for name in names[first:]:
+            limit = self._compute_seconds
+            if limit is not None and time.monotonic() - begin > limit * (len(blocks) + 1):
+                break
+            copies = self._read(name)
+            if copies is None:
+                break
+            blocks.append(copies)
+        with self._lock:
+            self.stats.read_seconds += time.monotonic() - begin
+        if not blocks:
+            return 0
+        try:
+            return cache.import_prefix(prompt, first, blocks, salt)
+        except ValueError as error:  # sealed with the secret, but of another size
+            logger.warning("The KV store has unusable blocks: %s", error)
+            with self._lock:
+                self.stats.rejected += 1
+            return 0
+
+    def offer(self, cache: PrefixCache, tokens: list[int], salt: bytes) -> None:
+        """Write the blocks of `tokens` to the store later, as far as they are then cached."""
+        item = (cache, tokens, salt)
+        while len(tokens) >= self._block_tokens and not self._closing.is_set():
+            try:
+                self._waiting.put_nowait(item)
+                return
+            except queue.Full:
+                try:
+                    self._waiting.get_nowait()
+                except queue.Empty:
+                    continue
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything offered is written. Return whether it is."""
+        end = time.monotonic() + seconds
+        while self._waiting.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self._waiting.unfinished_tasks
+
+    def close(self) -> None:
+        """Stop writing. Prefixes that wait are dropped. Idempotent."""
+        if not self._closing.is_set():
+            self._closing.set()
+            try:
+                self._waiting.put_nowait(None)
+            except queue.Full:
+                logger.debug("Prefixes wait for the KV store; they are dropped.")
+            self._writer.join()
+            self._store.close()
+
+    def _read(self, name: str) -> list[bytes] | None:
+        """Return the copies of a block, or None for a miss."""
+        try:
+            value = self._store.get(name)
+        except StoreError as error:
+            self._pause(error)
+            return None
+        data = None if value is None else self._keys.open(name, value)
+        copies = None if data is None else unpack_copies(data)
+        with self._lock:
+            self.stats.hits += copies is not None
+            self.stats.misses += copies is None
+            self.stats.rejected += value is not None and copies is None
+            self.stats.read_bytes += 0 if copies is None else len(data or b"")
+            if copies is not None:
+                self._known.add(name, tuple(map(bool, copies)))
+        return copies
+
+    def _write_all(self) -> None:
+        while not self._closing.is_set():
+            item = self._waiting.get()
+            try:
+                if item is not None and not self._closing.is_set():
+                    self._write(*item)
+            except Exception as error:  # the engine was closed, or a fault of ours
+                logger.debug("A prefix was not written to the KV store: %s", error)
+            finally:
+                self._waiting.task_done()
+
+    def _write(self, cache: PrefixCache, tokens: list[int], salt: bytes) -> None:
+        names = self._keys.names(tokens, salt)
+        with self._lock:
+            is_new = [self._known.pools(name) is None for name in names]
+        if not any(is_new) or self._is_paused():
+            return
+        first = max(is_new.index(True) - self._late_blocks, 0)
+        for name, copies in zip(
+            names[first:], cache.export_prefix(tokens, first, salt), strict=False
+        ):
+            pools = tuple(map(bool, copies))
+            with self._lock:
+                is_known = self._known.pools(name) == pools
+            if is_known or self._closing.is_set():
+                continue
+            value = self._keys.seal(name, pack_copies(copies))
+            try:
+                self._store.put(name, value)
+            except StoreError as error:
+                self._pause(error)
+                return
+            with self._lock:
+                self._known.add(name, pools)
+                self.stats.written_blocks += 1
+                self.stats.written_bytes += len(value)
+            self._closing.wait(len(value) / _WRITE_BYTES_PER_SECOND)
+
+    def _is_paused(self) -> bool:
+        return time.monotonic() < self._resumes_at
+
+    def _pause(self, error: StoreError) -> None:
+        with self._lock:
+            self.stats.errors += 1
+            if not self._is_paused():
+                logger.warning(
+                    "The KV store does not work: %s. It is not used for %.0f s.",
+                    error,
+                    _PAUSE_SECONDS,
+                )
+            self._resumes_at = time.monotonic() + _PAUSE_SECONDS
