@@ -553,7 +553,7 @@ def test_chat_neutral_values_of_unsupported_fields_are_accepted(url):
 def test_openapi_describes_every_request_body(url):
     schema = httpx.get(f"{url}/openapi.json").json()
     posts = {path: item["post"] for path, item in schema["paths"].items() if "post" in item}
-    assert len(posts) == 9
+    assert posts.keys() >= {"/v1/chat/completions", "/v1/completions", "/generate"}
     for operation in posts.values():
         body = operation["requestBody"]["content"]["application/json"]["schema"]
         name = body["$ref"].removeprefix("#/components/schemas/")
