@@ -187,7 +187,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--num-threads", type=int, default=threads)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
-    add("--long-prompt", type=int, help="tokens of a prompt that is read beside other requests")
+    add(
+        "--long-prompt",
+        type=int,
+        help="measure what a prompt of so many tokens costs",
+    )
     add("--peak", help=argparse.SUPPRESS)
     group = parser.add_argument_group("--suite targets")
     add = group.add_argument
