@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from our_engine import Cell, OurEngine
 from results import ResultsFile, Row, describe_machine, write_json
+from server_process import peak_bytes
 
 from lmdeploy.config.kv_format_options import reported_formats
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
 
 MODES = reported_formats()
-OTHER_LIBRARY = {"ours": "llama_cpp", "baseline": "lmdeploy"}
 
 
 def load(options: argparse.Namespace) -> tuple[Any, _turbomind.Device]:
@@ -78,9 +78,10 @@ def run(options: argparse.Namespace) -> None:
         with OurEngine(
             loaded, device, cell=cell, mode=mode, quality=options.quality, profiled=options.profile
         ) as engine:
-            timings = [engine.run(cell) for _ in range(options.repeats or 3)]
-            for work in ("prefill", "decode"):
-                speed = round(statistics.median(getattr(t, work) for t in timings), 1)
+            works = {"prefill": engine.prefill, "decode": engine.decode}
+            timings = [[time(cell) for time in works.values()] for _ in range(options.repeats or 3)]
+            for work, speeds in zip(works, zip(*timings, strict=True), strict=True):
+                speed = round(statistics.median(speeds), 1)
                 row = {"work": work, "mode": mode, "quality": engine.quality}
                 rows.append({**row, "batch": cell.batch, "context": cell.context, "ours": speed})
                 cache = f"{mode}, {engine.quality.split(' (')[0]}"
@@ -132,7 +133,8 @@ def run_peak(options: argparse.Namespace) -> None:
     if engine == "ours":
         loaded, device = load(options)
         with OurEngine(loaded, device, cell=cell, mode=setting) as one:
-            one.run(cell)
+            one.prefill(cell)
+            one.decode(cell)
     else:
         from baselines.llama_cpp import LlamaCpp
         from baselines.settings import Setting
@@ -144,13 +146,10 @@ def run_peak(options: argparse.Namespace) -> None:
             use_mmap=reading != "read",
             repack=reading != "as-stored",
         )
-        baseline.run(cell, Setting(kind, kind, attention == "on"))
-    if OTHER_LIBRARY[engine] in sys.modules:
-        raise RuntimeError(f"{OTHER_LIBRARY[engine]} is loaded in the process of {engine}")
-    # VmHWM, unlike ru_maxrss, does not begin with the peak of the parent process.
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    kilobytes = status.split("VmHWM:")[1].split()[0]
-    print(json.dumps({"peak_rss_bytes": int(kilobytes) * 1024}))
+        with baseline.context(cell, Setting(kind, kind, attention == "on")) as context:
+            context.prefill()
+            context.decode()
+    print(json.dumps({"peak_rss_bytes": peak_bytes()}))
 
 
 def numbers(text: str) -> list[int]:
@@ -188,7 +187,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--num-threads", type=int, default=threads)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
-    add("--long-prompt", type=int, help="tokens of a prompt that is read beside other requests")
+    add(
+        "--long-prompt",
+        type=int,
+        help="measure what a prompt of so many tokens costs",
+    )
     add("--peak", help=argparse.SUPPRESS)
     group = parser.add_argument_group("--suite targets")
     add = group.add_argument

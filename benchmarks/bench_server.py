@@ -3,26 +3,17 @@
     python benchmarks/bench_server.py --model smollm2 --llama-server BUILD/bin/llama-server
 
 16 clients, 512 tokens in, 128 out: requests per second, time to the first token, time per token.
-llama-server has one slot per client, continuous batching and the fastest of three KV settings. It
-builds from the sources of llama-cpp-python:
-
-    pip download --no-binary llama-cpp-python --no-deps llama-cpp-python==0.3.36
-    tar xf llama_cpp_python-0.3.36.tar.gz
-    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build-llama -G Ninja \\
-        -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \\
-        -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF \\
-        -DLLAMA_BUILD_EXAMPLES=OFF
-    ninja -C build-llama llama-server
-
-On a CPU with AMX, use the compiler and the flags of docs/performance.md, "Measure it yourself":
-gcc 12 miscompiles that code. Both servers stay up during the run, and the idle one sleeps. All
-prompts differ and are given as token ids. Answers run to their limit.
+llama-server has one slot per client, continuous batching and the fastest of three KV settings;
+docs/performance.md, "Measure it yourself", says how to build it. Both servers stay up during the
+run, and the idle one sleeps. All prompts differ and are given as token ids. Answers run to their
+limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -41,7 +32,7 @@ from baselines.settings import SETTINGS, Setting
 from our_engine import quality_of
 from results import ResultsFile, describe_machine
 from server_process import serving
-from targets import BY_NAME, Runs, format_row, row_of
+from targets import BY_NAME, Runs, alternate, format_row, row_of
 
 Figures = dict[str, float]
 
@@ -219,28 +210,22 @@ def measure_servers(
 ) -> dict[str, list[Figures]]:
     """Return the alternating runs `ours` and `baseline`, after a short warm-up of each server."""
     warm = replace(bench, answer_tokens=8)
-    results: dict[str, list[Figures]] = {"baseline": [], "ours": []}
     with running(bench.our_command()) as ours, running(bench.llama_command(setting)) as baseline:
-        ports = {"baseline": baseline, "ours": ours}
-        for port in ports.values():
+        for port in (baseline, ours):
             warm.run(port, 2)
-        for turn in range(repeats):
-            for name in ports if turn % 2 == 0 else reversed(ports):
-                result = bench.run(ports[name], 3 + turn)
-                results[name].append(result)
-                print(
-                    f"run {turn + 1}, {name}: {result['requests_per_s']:.3g} requests/s", flush=True
-                )
-    return results
+        seeds = {port: itertools.count(3) for port in (baseline, ours)}  # new prompts each time
+        runs = alternate(
+            lambda: bench.run(ours, next(seeds[ours])),
+            lambda: bench.run(baseline, next(seeds[baseline])),
+            repeats=repeats,
+        )
+    return dict(zip(("ours", "baseline"), runs, strict=True))
 
 
 @contextmanager
 def running(command: Sequence[str]) -> Iterator[int]:
     """Start a server, yield its port when it is ready, and stop it at the end."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(command, log=Path(folder) / "server.log") as server,
-    ):
+    with tempfile.NamedTemporaryFile() as log, serving(command, log=Path(log.name)) as server:
         yield server.port
 
 

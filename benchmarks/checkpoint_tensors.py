@@ -56,14 +56,9 @@ class RandomTensor:
     values: tuple[float, ...] | None = None
 
     @property
-    def num_values(self) -> int:
-        """Return the product of the shape."""
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
         """Return the bytes in the file."""
-        return self.num_values * BLOCK_BYTES[self.encoding] // BLOCK
+        return math.prod(self.shape) * BLOCK_BYTES[self.encoding] // BLOCK
 
     def pieces(self, seed: int) -> Iterator[Bytes]:
         """Yield the bytes in order, PIECE_VALUES values at a time."""
@@ -71,8 +66,9 @@ class RandomTensor:
             yield np.array(self.values, np.float32).view(np.uint8)
             return
         rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
-        for start in range(0, self.num_values, PIECE_VALUES):
-            count = min(PIECE_VALUES, self.num_values - start)
+        num_values = math.prod(self.shape)
+        for start in range(0, num_values, PIECE_VALUES):
+            count = min(PIECE_VALUES, num_values - start)
             if self.encoding in ("F32", "BF16"):
                 yield self._levels()[random_bytes(rng, count)].view(np.uint8)
             elif self.encoding == "E2M1":

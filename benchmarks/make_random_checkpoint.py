@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import yaml
@@ -35,13 +34,9 @@ from lmdeploy.models import family_of_hf
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import RopeSettings
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 Config = dict[str, Any]
 
 CONFIGS = Path(__file__).with_name("checkpoint_configs.yaml")
-DEFAULT_SHARD_BYTES = 5_000_000_000
 GGUF_ALIGNMENT = 32
 
 
@@ -101,44 +96,18 @@ def make_model(name: str, *, layers: int | None, seed: int) -> Model:
     return Model(name, config, Layout(family, decoder, family.hf_bias(reader)), tokenizer, seed)
 
 
-def cut_shards(tensors: Sequence[RandomTensor], shard_bytes: int) -> list[list[RandomTensor]]:
-    """Group consecutive tensors into shards of `shard_bytes`; a larger tensor has its own."""
-    shards: list[list[RandomTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.num_bytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.num_bytes
-    return shards
-
-
-def write_folder(model: Model, folder: Path, *, shard_bytes: int) -> None:
-    """Write a Hugging Face folder: shards, index, config and tokenizer."""
-    tensors = model.layout.tensors()
-    total = check_space(folder.parent, tensors)
+def write_folder(model: Model, folder: Path) -> None:
+    """Write a Hugging Face folder: weights, config and tokenizer."""
     folder.mkdir()
-    shards = cut_shards(tensors, shard_bytes)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    with progress(total) as bar:
-        for name, shard in zip(names, shards, strict=True):
-            bar.set_postfix_str(name)
-            write_shard(folder / name, shard, seed=model.seed, bar=bar)
-    if len(shards) > 1:
-        weight_map = {t.name: name for name, s in zip(names, shards, strict=True) for t in s}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
+    write_safetensors(folder / "model.safetensors", model.layout.tensors(), seed=model.seed)
     model.tokenizer.save(folder)
     ids = model.tokenizer.config_ids()
     ids["eos_token_id"] = ids["eos_token_id"][0]
     write_json(folder / "config.json", {**model.config, **ids})
 
 
-def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: tqdm[Any]) -> None:
-    """Write one safetensors file: length of the header, header, tensors without gaps."""
+def write_safetensors(path: Path, tensors: Sequence[RandomTensor], *, seed: int) -> None:
+    """Write the length of the header, the header, and the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -156,7 +125,7 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            write_pieces(file, tensor, seed=seed, bar=bar)
+            file.writelines(piece.data for piece in tensor.pieces(seed))
 
 
 def write_gguf(model: Model, path: Path, *, encoding: str) -> None:
@@ -174,7 +143,6 @@ def write_gguf(model: Model, path: Path, *, encoding: str) -> None:
             "(mlp_only_layers, decoder_sparse_step), but GGUF needs experts in all of them."
         )
     tensors = layout.tensors() + rope_tensors(layout.config.rope, layout.config.head_dim)
-    total = check_space(path.parent, tensors)
     unfinished = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(unfinished, layout.family.gguf_architectures[0])
     add_gguf_keys(writer, layout, name=f"{Path(model.name).stem} random")
@@ -187,10 +155,10 @@ def write_gguf(model: Model, path: Path, *, encoding: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    with unfinished.open("ab") as file, progress(total) as bar:
+    with unfinished.open("ab") as file:
         for tensor in tensors:
             file.write(bytes(-file.tell() % GGUF_ALIGNMENT))
-            write_pieces(file, tensor, seed=model.seed, bar=bar)
+            file.writelines(piece.data for piece in tensor.pieces(model.seed))
         file.write(bytes(-file.tell() % GGUF_ALIGNMENT))
     unfinished.rename(path)
 
@@ -251,29 +219,6 @@ def rope_tensors(rope: RopeSettings, head_dim: int) -> list[RandomTensor]:
     return [RandomTensor("rope_freqs.weight", (half,), "F32", 0.0, values=values)]
 
 
-def write_pieces(file: BinaryIO, tensor: RandomTensor, *, seed: int, bar: tqdm[Any]) -> None:
-    """Write the bytes of one tensor."""
-    for piece in tensor.pieces(seed):
-        file.write(piece.data)
-        bar.update(len(piece))
-
-
-def check_space(folder: Path, tensors: Sequence[RandomTensor]) -> int:
-    """Return the bytes of all tensors. Raise ValueError if the disk has less space."""
-    total = sum(tensor.num_bytes for tensor in tensors)
-    free = shutil.disk_usage(folder).free
-    if total > free:
-        raise ValueError(f"{folder} has {free:,} bytes free, but the checkpoint needs {total:,}.")
-    return total
-
-
-def progress(total: int) -> tqdm[Any]:
-    """Return a progress bar over bytes."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, disable=None)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -285,9 +230,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, help="write only the first N layers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="default: %(default)s"
-    )
     return parser.parse_args(arguments)
 
 
@@ -305,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.format == "gguf":
             write_gguf(model, options.output, encoding=(options.type or "q8_0").upper())
         else:
-            write_folder(model, options.output, shard_bytes=options.shard_bytes)
+            write_folder(model, options.output)
     except (ValueError, OSError) as error:
         print(f"make_random_checkpoint.py: {error}", file=sys.stderr)
         return 2

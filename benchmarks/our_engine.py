@@ -42,14 +42,6 @@ class Cell:
         return -(-(self.context + self.room + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Tokens per second."""
-
-    prefill: float
-    decode: float
-
-
 def quality_of(mode: str) -> str:
     """Return the quality that a user of `--quant-policy` gets by default."""
     from lmdeploy import TurbomindEngineConfig
@@ -105,10 +97,6 @@ class OurEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the engine."""
         self._engine.close()
 
     def submit(self, prompt: list[int], max_new_tokens: int) -> int:
@@ -155,10 +143,6 @@ class OurEngine:
         begun = time.perf_counter()
         self.drain({self.submit(prompt, 1) for prompt in prompts})
         return cell.context * cell.batch / (time.perf_counter() - begun)
-
-    def run(self, cell: Cell) -> Timing:
-        """Time prefill, then decode with every sequence running."""
-        return Timing(self.prefill(cell), self.decode(cell))
 
     def decode(self, cell: Cell) -> float:
         """Return tokens per second with every sequence running; cached prompts are reused."""

@@ -18,7 +18,7 @@ from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
 from lmdeploy.chat.tokenizer import byte_alphabet
 
 # `tokens` are consecutive ids from `first` on; a number between them stands for that many reserved
-# tokens. The first of `eos` is the end of an answer, `pad` fills batches.
+# tokens. The first of `eos` is the end of an answer.
 GPT_OSS: dict[str, Any] = {
     "pre": "gpt-4o",
     "first": 199998,
@@ -27,7 +27,6 @@ GPT_OSS: dict[str, Any] = {
         *("<|start|>", "<|end|>", "<|message|>", 3, "<|call|>", 5, "<|endofprompt|>"),
     ],
     "eos": ["<|return|>", "<|endoftext|>", "<|call|>"],
-    "pad": "<|endoftext|>",
     "template": (
         "<|start|>system<|message|>You are a test model with random weights.\n\n"
         'Reasoning: {{ reasoning_effort or "medium" }}\n\n'
@@ -44,7 +43,6 @@ CHAT_ML: dict[str, Any] = {
     "first": 1 << 31,  # at the end of the vocabulary
     "tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "eos": ["<|im_end|>", "<|endoftext|>"],
-    "pad": "<|endoftext|>",
     "template": (
         "{% for message in messages %}"
         '{{ "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}'
@@ -90,8 +88,7 @@ class RandomTokenizer:
 
     def config_ids(self) -> dict[str, Any]:
         """Return the ids that config.json and generation_config.json name."""
-        eos = [self.special_ids[name] for name in self.family["eos"]]
-        return {"eos_token_id": eos, "pad_token_id": self.special_ids[self.family["pad"]]}
+        return {"eos_token_id": [self.special_ids[name] for name in self.family["eos"]]}
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, its configs and the chat template into a folder."""
@@ -100,7 +97,6 @@ class RandomTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "eos_token": self.family["eos"][0],
-            "pad_token": self.family["pad"],
         }
         write_json(folder / "tokenizer_config.json", settings)
         write_json(folder / "generation_config.json", self.config_ids())
@@ -136,5 +132,4 @@ class RandomTokenizer:
         writer.add_token_merges([f"{left} {right}" for left, right in self.merges])
         writer.add_add_bos_token(False)
         writer.add_eos_token_id(self.special_ids[self.family["eos"][0]])
-        writer.add_pad_token_id(self.special_ids[self.family["pad"]])
         writer.add_chat_template(self.family["template"])

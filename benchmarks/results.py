@@ -83,8 +83,7 @@ class ResultsFile:
             try:
                 document = json.loads(path.read_text(encoding="utf-8"))
                 self.about, self.searches = dict(document["about"]), dict(document["searches"])
-                rows = [read_row(fields) for fields in document["rows"]]
-                self._rows = {(row["model"], row["name"]): row for row in rows}
+                self._rows = {(row["model"], row["name"]): row for row in document["rows"]}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"{path} does not hold results of this suite: {error!r}"
@@ -134,8 +133,3 @@ class ResultsFile:
         if self._path:
             rows = list(self._rows.values())
             write_json(self._path, {"about": self.about, "searches": self.searches, "rows": rows})
-
-
-def read_row(fields: Row) -> Row:
-    """Return a stored row. Older files say "peer" where newer ones say "baseline"."""
-    return {key.replace("peer", "baseline"): value for key, value in fields.items()}

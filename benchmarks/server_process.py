@@ -61,14 +61,18 @@ class Server:
                 time.sleep(POLL_SECONDS)
         raise ServerFailure(f"the server is not ready after {timeout:g} s{last_lines(self.log)}")
 
-    def peak_bytes(self) -> int | None:
-        """Return the peak of resident memory, or None if /proc does not have it."""
-        try:
-            status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        except OSError:
-            return None
-        found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)
-        return int(found[1]) * 1024 if found else None
+
+def peak_bytes(process: int | str = "self") -> int | None:
+    """Return the peak of a process's resident memory, or None if /proc does not have it.
+
+    VmHWM, unlike ru_maxrss, does not begin with the peak of the parent process.
+    """
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)
+    return int(found[1]) * 1024 if found else None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from baselines.settings import BY_NAME as SETTING_BY_NAME
 from baselines.settings import SETTINGS, Setting
@@ -22,6 +22,8 @@ from results import ResultsFile, Row
 
 if TYPE_CHECKING:
     from baselines.llama_cpp import LlamaCpp
+
+T = TypeVar("T")
 
 FP4 = "nvfp4"  # the format of --quant-policy 16 on the CPU
 MIN_REPEATS = 5
@@ -159,13 +161,13 @@ class NotMeasured(Exception):
 
 
 def alternate(
-    ours: Callable[[], float], theirs: Callable[[], float], *, repeats: int
-) -> tuple[list[float], list[float]]:
+    ours: Callable[[], T], theirs: Callable[[], T], *, repeats: int
+) -> tuple[list[T], list[T]]:
     """Run each side `repeats` times. The first side changes every time, so that drift is fair.
 
     A rest between runs lets the waiting threads of the last run stop spinning.
     """
-    sides: list[tuple[Callable[[], float], list[float]]] = [(theirs, []), (ours, [])]
+    sides: list[tuple[Callable[[], T], list[T]]] = [(theirs, []), (ours, [])]
     for turn in range(repeats):
         for run, values in sides if turn % 2 == 0 else reversed(sides):
             time.sleep(REST_SECONDS)

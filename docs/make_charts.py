@@ -68,7 +68,7 @@ def speed_cell(row: Row | None) -> str:
         return "–"
     ours, baseline = (number(row[key], row["unit"]) for key in KEYS)
     spread = f"{row['ratio_low']:.2f}–{row['ratio_high']:.2f}"
-    return f"{ours} / {baseline}<br>**{row['ratio']:.2f}** ({spread})"
+    return f"{ours.split()[0]} / {baseline}<br>**{row['ratio']:.2f}** ({spread})"  # one unit
 
 
 def narrow_table(rows: dict[str, Row]) -> str:

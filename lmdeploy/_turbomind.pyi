@@ -23,7 +23,7 @@ class KvFormat(enum.Enum):
     mxfp4 = ...
 
 class KvFormatInfo:
-    """A row of the table of KV formats in src/turbomind/kv/kv_cache_mode.h."""
+    """A row of the table of KV formats in src/turbomind/kv/kv_format.h."""
 
     @property
     def format(self) -> KvFormat | None: ...  # None: the device chooses the format

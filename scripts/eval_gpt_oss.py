@@ -36,7 +36,7 @@ from eval.results import (
 )
 from eval.tasks import FOLDER, known_tasks, read_task
 from results import write_json, write_whole
-from server_process import Server, ServerFailure, serving
+from server_process import Server, ServerFailure, peak_bytes, serving
 from tqdm import tqdm
 
 from lmdeploy.config.kv_format_options import KV_QUALITIES
@@ -186,7 +186,7 @@ class Evaluation:
         return RunResult(
             correct=correct,
             counters={key: after[key] - before[key] for key in after},
-            peak_bytes=server.peak_bytes(),
+            peak_bytes=peak_bytes(server.process.pid),
             seconds=time.monotonic() - begun,
         )
 

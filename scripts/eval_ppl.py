@@ -19,10 +19,8 @@ from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, kv_ingredients
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.engine.kv_quality import resolve_kv_options
-from lmdeploy.lite.divergence import Score, cache_variants, cut_contexts, evaluate, read_text
+from lmdeploy.lite.divergence import cache_variants, cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
-
-__all__ = ["Score", "main"]
 
 MODES = reported_formats()
 

@@ -62,5 +62,5 @@ PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$tar
 
 if [ "$purpose" = test ]; then
   say "vocabulary of GPT-OSS and chat templates (tests of chat formats)"
-  "$venv/bin/python" scripts/dev/fetch_test_files.py || say "not available; the tests that need it are skipped"
+  scripts/dev/fetch_test_files.sh "$venv/bin/python" || say "not available; the tests that need it are skipped"
 fi

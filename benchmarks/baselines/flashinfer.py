@@ -132,15 +132,13 @@ def measure_all(
     """
     try:
         import torch
-    except ImportError:
-        raise RuntimeError("torch is not installed") from None
+
+        by = f"flashinfer-python {importlib.metadata.version('flashinfer-python')}"
+    except ImportError as error:  # PackageNotFoundError is one
+        print(f"skipped: {error}")
+        return []
     if not torch.cuda.is_available():
         raise RuntimeError("torch finds no GPU")
-    try:
-        by = f"flashinfer-python {importlib.metadata.version('flashinfer-python')}"
-    except importlib.metadata.PackageNotFoundError:
-        print("skipped: flashinfer-python is not installed")
-        return []
     failed: dict[str, str] = {}
     end: float | None = None
     for cell in cells:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-from our_engine import Cell, Timing
+from our_engine import Cell
 
 from baselines.settings import Setting
 
@@ -149,11 +149,6 @@ class LlamaCpp:
         finally:
             llama_cpp.llama_batch_free(batch)
             llama_cpp.llama_free(context)
-
-    def run(self, cell: Cell, setting: Setting) -> Timing:
-        """Time prefill and decode."""
-        with self.context(cell, setting) as context:
-            return Timing(context.prefill(), context.decode())
 
     def close(self) -> None:
         """Free the model."""

@@ -2,12 +2,11 @@
 // their instructions. The program requests one dump per KV format.
 // scripts/dev/count_instructions.py runs it.
 //
-//   step_guard compiler                  prints the name and version of the compiler
-//   step_guard steps                     prints the steps of a dump, or 0 without valgrind's header
+//   step_guard about                     prints the steps of a dump (0 without valgrind's header)
+//                                        and the compiler
 //   step_guard step ISA BATCH MODE...    runs the steps once per mode
-//   step_guard overhead ISA BATCH MODE   runs them with ops that compute nothing, to count
-//   planning,
-//                                        checks, sampling and the delivery of outputs
+//   step_guard overhead ISA BATCH MODE   runs them with ops that compute nothing, which leaves
+//                                        planning, checks, sampling and the delivery of outputs
 
 #include <cstdint>
 #include <cstdio>
@@ -143,16 +142,12 @@ void Run(const How& how, const std::string& format_name) {
 
 int Main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
-  if (arguments == std::vector<std::string>{"compiler"}) {
-    std::puts(kCompiler);
-    return 0;
-  }
-  if (arguments == std::vector<std::string>{"steps"}) {
-    std::printf("%d\n", kCanCount ? kNumSteps : 0);
+  if (arguments == std::vector<std::string>{"about"}) {
+    std::printf("%d %s\n", kCanCount ? kNumSteps : 0, kCompiler);
     return 0;
   }
   if (arguments.size() < 4 || (arguments[0] != "step" && arguments[0] != "overhead")) {
-    std::fputs("usage: step_guard compiler | steps | step|overhead ISA BATCH MODE...\n", stderr);
+    std::fputs("usage: step_guard about | step|overhead ISA BATCH MODE...\n", stderr);
     return 2;
   }
   const How how = {arguments[1], std::atoi(arguments[2].c_str()), arguments[0] == "step"};

@@ -102,7 +102,7 @@ class _ProtectedMap(mmap.mmap):
 
 
 def map_descriptor(descriptor: int, size: int, *, path: Path) -> mmap.mmap:
-    """Map a file of at least `size` bytes. `check_mapped_file` tells whether it was truncated."""
+    """Map a file of at least `size` bytes. `check_mapped_file` raises if it was truncated."""
     from lmdeploy._turbomind import MappedFile
 
     mapped = _ProtectedMap(descriptor, size, access=mmap.ACCESS_READ)

@@ -220,7 +220,7 @@ class Tokenizer:
                 parts.append(text[at : match.start()])
             found = self.token_id(match.group())
             if found is None:
-                raise RuntimeError(f"the tokenizer does not know its own token {match.group()!r}")
+                raise RuntimeError(f"the vocabulary lacks the added token {match.group()!r}")
             parts.append(found)
             at = match.end()
         return [*parts, text[at:]] if at < len(text) else parts

@@ -29,7 +29,7 @@ _MAX_FILE_BYTES = 1 << 26
 # Calibration maps the largest group of NVFP4 to scale 256 of 448, so that the scale search can also
 # try larger scales.
 _NVFP4_HEADROOM = 256.0 / 448.0
-_MIN_FACTOR = 2.0**-60
+_MIN_SCALE = 2.0**-60
 # Far above K and V of any model, and far below the values whose sums overflow.
 _MAX_VALUE = 2.0**24
 
@@ -164,8 +164,8 @@ def engine_constants(
     k_amax = calibration.k_amax_rotated if rotated else calibration.k_amax
     return (
         calibration.k_mean if calibration.k_mean.any() else None,
-        _factors(k_amax, [pair.k for pair in layers]),
-        _factors(calibration.v_amax, [pair.v for pair in layers]),
+        _scales(k_amax, [pair.k for pair in layers]),
+        _scales(calibration.v_amax, [pair.v for pair in layers]),
     )
 
 
@@ -179,12 +179,12 @@ def _largest_value(name: str) -> float:
     return row.max_value * (_NVFP4_HEADROOM if row.is_fp4 else 1.0)
 
 
-def _factors(amax: Floats, formats: Sequence[str]) -> Floats:
+def _scales(amax: Floats, formats: Sequence[str]) -> Floats:
     """Return the scale of each layer and head.
 
     It is 1 for formats without a scale and for heads whose values are all 0.
     """
     largest = np.array([_largest_value(name) for name in formats], np.float64)[:, None]
     with np.errstate(divide="ignore"):
-        factors = np.where((largest > 0) & (amax > 0), amax / np.maximum(largest, 1.0), 1.0)
-    return np.asarray(np.maximum(factors, _MIN_FACTOR), np.float32)
+        scales = np.where((largest > 0) & (amax > 0), amax / np.maximum(largest, 1.0), 1.0)
+    return np.asarray(np.maximum(scales, _MIN_SCALE), np.float32)

@@ -84,7 +84,7 @@ def make_app(
 
 
 def _check_origins(app: FastAPI, options: ServerOptions) -> None:
-    """Refuse requests of foreign pages, and tell browsers which pages may read responses."""
+    """Refuse requests of foreign pages, and name the pages that may read responses."""
     is_default = options.allow_origins is None
     app.add_middleware(
         CORSMiddleware,

@@ -24,8 +24,8 @@ class AuthMiddleware:
     """ASGI middleware that checks the API key of every request except those to `public_paths`.
 
     Without `api_keys` every request passes. Unless `share_prefix_cache` is set, the state of a
-    request gets a salt of its key, because the time and `cached_tokens` of a response would tell
-    one client the prompts of another.
+    request gets a salt of its key. Otherwise the time and `cached_tokens` of a response would
+    reveal the prompts of other clients.
     """
 
     def __init__(

@@ -36,19 +36,13 @@ JOBS = 2
 NAMES = ("TM_CUDA_STAMP", "TM_CUDA_ARCHS")  # set by cmake/cuda.cmake; any text works here
 MOST_FRAME_BYTES = 32  # what sincosf takes; a copy of the parameters is larger
 
+Unit = tuple[str, Path]  # the architecture and the file of one run of the compiler
+
 KERNEL = re.compile(
     r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads.*?Used (\d+) registers",
     re.S,
 )
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One run of the compiler."""
-
-    arch: str
-    file: Path
 
 
 @dataclass(frozen=True)
@@ -75,12 +69,13 @@ def parse_ptxas(text: str) -> list[Kernel]:
 
 def check_unit(nvcc: str, unit: Unit, *, folder: Path) -> tuple[int, int]:
     """Compile a unit, print its lines and return the numbers of faults and kernels."""
-    begun, where = time.monotonic(), f"{unit.arch:8} {unit.file.name}:"
-    command = [nvcc, "-std=c++20", "-O3", f"-arch={unit.arch}", f"-I{ROOT / 'src'}"]
+    arch, file = unit
+    begun, where = time.monotonic(), f"{arch:8} {file.name}:"
+    command = [nvcc, "-std=c++20", "-O3", f"-arch={arch}", f"-I{ROOT / 'src'}"]
     command += [f'-D{name}="checked"' for name in NAMES]
-    command += ["-fmad=false"] if unit.file.name.startswith("kv_") else []  # as in the build
-    cubin = folder / f"{unit.file.stem}_{unit.arch}.cubin"
-    command += ["-Xptxas", "-v", "-cubin", "-o", str(cubin), str(unit.file)]
+    command += ["-fmad=false"] if file.name.startswith("kv_") else []  # as in the build
+    command += ["-Xptxas", "-v", "-cubin", "-o", str(folder / f"{file.stem}_{arch}.cubin")]
+    command.append(str(file))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{where} does not compile  FAILED\n{done.stderr[-2000:]}", flush=True)
@@ -101,7 +96,7 @@ def check_unit(nvcc: str, unit: Unit, *, folder: Path) -> tuple[int, int]:
 def chosen_units(everything: bool) -> list[Unit]:
     """Return the units to compile."""
     return [
-        Unit(arch, path)
+        (arch, path)
         for path in sorted(BACKEND.rglob("*.cu"))
         for arch in ALL_ARCHS
         if everything or arch in FILE_ARCHS or (path.name in OTHER_FILES and arch in OTHER_ARCHS)
@@ -120,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     begun = time.monotonic()
     parts = options.only or [""]
-    units = [x for x in chosen_units(options.all) if any(part in x.file.name for part in parts)]
+    units = [x for x in chosen_units(options.all) if any(part in x[1].name for part in parts)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         counts = list(pool.map(lambda unit: check_unit(nvcc, unit, folder=Path(folder)), units))
     faults, kernels = (sum(column) for column in zip(*counts, strict=True))

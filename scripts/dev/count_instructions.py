@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from lmdeploy.config.kv_format_options import reported_formats
 
@@ -41,27 +40,21 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def driver(build: Path) -> str:
-    """Return the path of the program whose steps are counted."""
-    path = build.resolve() / "step_guard"
-    if not path.is_file():
-        raise CountError(f"{path} does not exist; build with -DTM_BUILD_TESTS=ON")
-    return str(path)
-
-
-def compiler(build: Path) -> str:
-    """Return name and version of the compiler of the build."""
-    return run([driver(build), "compiler"]).strip()
+def about(build: Path) -> tuple[int, str]:
+    """Return the number of steps in a dump, and name and version of the compiler of the build."""
+    steps, compiler = run([str(build.resolve() / "step_guard"), "about"]).split(maxsplit=1)
+    return int(steps), compiler.strip()
 
 
 def count_dumps(build: Path, arguments: list[str], *, parts: int) -> list[int]:
     """Return the instructions of one step in each dump that the program asked for, in order."""
-    steps = int(run([driver(build), "steps"]))
+    driver = str(build.resolve() / "step_guard")
+    steps, _ = about(build)
     if steps == 0:
         raise CountError("step_guard was built without valgrind/callgrind.h; install valgrind")
     with tempfile.TemporaryDirectory() as folder:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
-        command += [f"--callgrind-out-file={folder}/callgrind.out.x", driver(build), *arguments]
+        command += [f"--callgrind-out-file={folder}/callgrind.out.x", driver, *arguments]
         run(command)
         dumps = [path for path in Path(folder).iterdir() if path.suffix[1:].isdigit()]
         texts = [path.read_text() for path in sorted(dumps, key=lambda path: int(path.suffix[1:]))]
@@ -95,12 +88,6 @@ def compare_steps(got: dict[str, int], want: dict[str, int]) -> list[str]:
     ]
 
 
-def read_record() -> dict[str, Any]:
-    """Return the record."""
-    record: dict[str, Any] = json.loads(RECORD.read_text())
-    return record
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Compare or update. Return 1 for a difference and 2 for another compiler."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -108,17 +95,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="write the record")
     options = parser.parse_args(arguments)
     try:
-        here = compiler(options.build)
+        _, here = about(options.build)
         if options.update:
             new = {"compiler": here, "decode_step_avx2": count_steps(options.build)}
             RECORD.write_text(json.dumps(new, indent=2) + "\n")
             return 0
-        record = read_record()
+        record = json.loads(RECORD.read_text())
         if here != record["compiler"]:
             print(f"The record is of {record['compiler']}, the build of {here}: not comparable.")
             return 2
         wrong = compare_steps(count_steps(options.build), record["decode_step_avx2"])
-    except (CountError, subprocess.TimeoutExpired) as error:
+    except (CountError, OSError, subprocess.TimeoutExpired) as error:
         print(f"count_instructions: {error}", file=sys.stderr)
         return 1
     print("\n".join(wrong) or "all counts match the record")

@@ -30,16 +30,8 @@ LIMITS = (
     ("serve.http.bodies", "MAX_OPEN_BODIES", "{} incomplete bodies at the same time"),
     ("serve.http.bodies", "MAX_OPEN_BYTES", "{} bytes in incomplete bodies at the same time"),
     ("serve.http.bodies", "BODY_SECONDS", "{} seconds until a body is complete"),
-    (
-        "serve.http.connections",
-        "HEAD_SECONDS",
-        "{} seconds until the head of a request is complete",
-    ),
-    (
-        "serve.http.connections",
-        "MAX_WAITING",
-        "{} connections that send no complete head for a second",
-    ),
+    ("serve.http.connections", "HEAD_SECONDS", "{} seconds until a head is complete"),
+    ("serve.http.connections", "MAX_WAITING", "{} connections with an incomplete head after 1 s"),
     ("serve.http.response_store", "MAX_ENTRIES", "{} stored responses"),
     ("serve.http.response_store", "MAX_BYTES", "{} bytes of stored responses"),
     ("serve.http.response_store", "MAX_AGE_SECONDS", "{} seconds for which a response is stored"),

@@ -3,7 +3,6 @@
     python scripts/dev/mutation_test.py --build BUILD_FOLDER            all of them
     python scripts/dev/mutation_test.py --build BUILD_FOLDER --only decode-copy-wait
     python scripts/dev/mutation_test.py --build BUILD_FOLDER --turn 7   a few, others each turn
-    python scripts/dev/mutation_test.py --list
 
 The mutations are data: mutations.yaml. The build folder contains the tests of this tree and is not
 changed. The program compiles mutated files into a temporary folder and links them before the
@@ -212,29 +211,22 @@ def test_all(build: Path, mutations: list[Mutation]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Test or list mutations. Return 1 if one is not caught or cannot be applied."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--build", type=Path, help="build folder, release, with tests")
-    some = parser.add_mutually_exclusive_group()
-    some.add_argument("--only", action="append", metavar="NAME", help="may be repeated")
-    some.add_argument("--turn", type=int, help=f"test {TURN_SIZE} mutations, chosen by this number")
-    parser.add_argument("--list", action="store_true", help="print the mutations")
-    options = parser.parse_args(arguments)
+    """Test mutations. Return 1 if one is not caught or cannot be applied."""
     mutations = read_mutations()
+    names = [mutation.name for mutation in mutations]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--build", type=Path, required=True, help="build folder, release, with tests"
+    )
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--only", action="append", choices=names, metavar="NAME", help="repeatable")
+    some.add_argument("--turn", type=int, help=f"test {TURN_SIZE} mutations, chosen by this number")
+    options = parser.parse_args(arguments)
     if options.turn is not None:
         first = options.turn * TURN_SIZE
         mutations = [mutations[i % len(mutations)] for i in range(first, first + TURN_SIZE)]
     if options.only:
-        if unknown := set(options.only) - {mutation.name for mutation in mutations}:
-            parser.error(
-                f"--only {', '.join(sorted(unknown))} is unknown; --list prints the names."
-            )
         mutations = [mutation for mutation in mutations if mutation.name in options.only]
-    if options.list:
-        print("\n".join(f"{m.name:30} {m.file:22} {m.test}_test" for m in mutations))
-        return 0
-    if options.build is None:
-        parser.error("--build is required: a build folder with tests.")
     try:
         return 1 if test_all(options.build, mutations) else 0
     except (MutationError, subprocess.TimeoutExpired) as error:

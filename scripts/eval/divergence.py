@@ -9,7 +9,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from eval.policies import REFERENCE, Policy
+from lmdeploy.lite.divergence import raw_none
 from lmdeploy.lite.prompt_engine import open_model
 from lmdeploy.lite.report.cells import REFERENCE as REFERENCE_LABEL
 from lmdeploy.lite.report.cells import KvVariant
@@ -40,22 +43,16 @@ def measure(
     folder: Path,
 ) -> dict[str, Figures]:
     """Return the figures by policy. `name_of` names the scores of a policy in the folder."""
-    from tqdm import tqdm
-
     config = policies[0].config()
     model = open_model(model_path, exact=config.exact, threads=config.num_threads)
     contexts = [model.loaded.tokenizer.encode(text) for text in prompts]
-    for index, ids in enumerate(contexts):
-        if len(ids) < 2:
-            raise ValueError(f"--prompts: prompt {index + 1} has {len(ids)} tokens; it needs 2.")
-    reference = KvVariant(REFERENCE_LABEL, model.configure(Policy(REFERENCE, None, ()).config()))
-    cells = {
-        policy.label: KvVariant(name_of(policy), model.configure(policy.config()))
-        for policy in policies
-        if policy.label != REFERENCE
-    }
-    scores = ScoreFolder(folder, [reference, *cells.values()], contexts)
+    if min(map(len, contexts)) < 2:
+        raise ValueError("--prompts: each prompt needs at least 2 tokens.")
+    cells = {REFERENCE: KvVariant(REFERENCE_LABEL, raw_none)}
+    for policy in policies:
+        if policy.label != REFERENCE:
+            cells[policy.label] = KvVariant(name_of(policy), model.configure(policy.config()))
+    scores = ScoreFolder(folder, list(cells.values()), contexts)
     with tqdm(total=scores.num_missing(), unit="prompt", desc="KL", disable=None) as bar:
         scores.fill(model, lambda _: bar.update() and None)
-    figures = {label: scores.summary(cell) for label, cell in cells.items()}
-    return {REFERENCE: scores.summary(reference)} | figures
+    return {label: scores.summary(cell) for label, cell in cells.items()}

@@ -15,6 +15,8 @@ from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import TABLE_SUFFIXES
 
+Plan = dict[str, str | float]  # the format and the size of a cache
+
 REFERENCE = "0"
 REFERENCE_FORMAT = "none"
 # Flags that this script sets, or whose defaults it needs.
@@ -96,16 +98,6 @@ def make_policies(
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The format and the size of a cache. `window16_bytes` is the 16-bit window of each
-    sequence."""
-
-    stored: str
-    bytes_per_token: float
-    window16_bytes: int
-
-
 def make_plan(model_path: str, policy: Policy) -> Plan:
     """Return the engine's own plan. This reads the config of the model but not its weights."""
     from lmdeploy import _turbomind
@@ -118,4 +110,8 @@ def make_plan(model_path: str, policy: Policy) -> Plan:
     engine_config, options = engine_config_of(config, info.config, model_path=str(info.path))
     plan = _turbomind.plan_memory(info.config, engine_config, free_memory_bytes())
     quality = "" if options.format == REFERENCE_FORMAT else f" {options.quality}"
-    return Plan(options.format + quality, plan.bytes_per_token, plan.window16_bytes_per_sequence)
+    return {
+        "stored": options.format + quality,
+        "kv_bytes_per_token": plan.bytes_per_token,
+        "kv_window16_bytes_per_sequence": plan.window16_bytes_per_sequence,
+    }

@@ -32,21 +32,16 @@ class RunResult:
 def load_run(folder: Path, facts: Mapping[str, Any]) -> RunResult | None:
     """Return the result of a finished run, or None. Its facts must be equal."""
     try:
-        stored = json.loads(_path_of(folder, facts).read_text(encoding="utf-8"))
-        if stored["facts"] != dict(facts):
-            return None
-        return RunResult(**stored["result"])
+        stored = json.loads((folder / f"run-{key_of(facts)}.json").read_text(encoding="utf-8"))
+        return RunResult(**stored["result"]) if stored["facts"] == dict(facts) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def store_run(folder: Path, facts: Mapping[str, Any], *, result: RunResult) -> None:
     """Write a result atomically."""
-    write_json(_path_of(folder, facts), {"facts": dict(facts), "result": asdict(result)})
-
-
-def _path_of(folder: Path, facts: Mapping[str, Any]) -> Path:
-    return folder / f"run-{key_of(facts)}.json"
+    path = folder / f"run-{key_of(facts)}.json"
+    write_json(path, {"facts": dict(facts), "result": asdict(result)})
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -56,11 +51,9 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
     """Return the 95 % score interval of a share (Wilson 1927). It lies inside [0, 1]."""
-    share = correct / total
-    middle = (share + Z_95**2 / (2 * total)) / (1 + Z_95**2 / total)
-    spread = math.sqrt(share * (1 - share) / total + Z_95**2 / (4 * total**2))
-    half = Z_95 * spread / (1 + Z_95**2 / total)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    share, z = correct / total, Z_95 / math.sqrt(total)
+    middle, half = share + z**2 / 2, z * math.sqrt(share * (1 - share) + z**2 / 4)
+    return max((middle - half) / (1 + z**2), 0.0), min((middle + half) / (1 + z**2), 1.0)
 
 
 def row_of(
@@ -87,13 +80,11 @@ def row_of(
                 "answers": answers,
             }
     return {
-        "stored": plan.stored,
+        **plan,
         "tasks": tasks,
         "divergence": None if divergence is None else dict(divergence),
         "first_token_seconds": _mean(every, "first_token"),
         "per_token_seconds": _mean(every, "per_token"),
-        "kv_bytes_per_token": plan.bytes_per_token,
-        "kv_window16_bytes_per_sequence": plan.window16_bytes,
         "peak_memory_bytes": max((r.peak_bytes for r in every if r.peak_bytes), default=None),
         "failure": failure,
     }

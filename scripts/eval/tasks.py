@@ -17,7 +17,6 @@ import yaml
 
 FOLDER = Path(__file__).resolve().parent
 
-
 # Settings that a task file need not repeat.
 COMMON: dict[str, Any] = {
     "dataset_path": "json",
@@ -72,50 +71,35 @@ def read_task(name: str, data_folder: Path | None) -> Task:
         known = ", ".join(known_tasks())
         raise TaskError(f"--tasks {name[:120]!r} is unknown; give a .yaml file or one of {known}.")
     text = path.read_bytes()
-    settings = _parse(text, path)
-    needs = settings["metadata"]
+    try:
+        settings = yaml.safe_load(text)
+        task, needs = settings["task"], settings["metadata"]
+        file, source, fields = needs["file"], needs["source"], needs["fields"]
+        described = ", ".join(f"{key} ({kind})" for key, kind in fields.items())
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TaskError(
+            f"task file {path} is not plain YAML with task and metadata: {reason}"
+        ) from error
     folders = [path.parent] if data_folder is None else [data_folder, path.parent]
-    data = next((f / needs["file"] for f in folders if (f / needs["file"]).is_file()), None)
-    fields = ", ".join(f"{key} ({kind})" for key, kind in needs["fields"].items())
+    data = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if data is None:
         raise TaskError(
-            f"task {settings['task']}: {folders[0] / needs['file']} does not exist. Nothing is "
-            f"downloaded: get it from {needs['source']} as one JSON object per line with {fields}, "
-            "and put it there or change --data (see docs/evaluation.md)."
+            f"task {task}: {folders[0] / file} does not exist. Nothing is downloaded: get it from "
+            f"{source} as one JSON object per line with {described}, and put it there or change "
+            "--data (see docs/evaluation.md)."
         )
     content = data.read_bytes()
     lines = [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
     for number, line in lines:
         try:
-            missing = [key for key in needs["fields"] if json.loads(line)[key] in (None, "")]
+            if any(json.loads(line)[key] in (None, "") for key in fields):
+                raise ValueError("a field is empty")
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise TaskError(
-                f"{data}:{number} is not a JSON object with {fields}: {error!r}"
+                f"{data}:{number} is not a JSON object with {described}: {error!r}"
             ) from error
-        if missing:
-            raise TaskError(f"{data}:{number} has an empty field {missing[0]}; it needs {fields}.")
     if not lines:
-        raise TaskError(f"task {settings['task']}: {data} has no lines; get {needs['source']}.")
+        raise TaskError(f"task {task}: {data} has no lines; get {source}.")
     digest = hashlib.sha256(text + b"\0" + content).hexdigest()
-    return Task(settings["task"], settings, data, len(lines), digest)
-
-
-def _parse(text: bytes, path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TaskError(f"task file {path} is not plain YAML: {reason}") from error
-    kinds = {"task": str, "metadata": dict, "doc_to_text": str, "doc_to_target": str}
-    _check(settings, kinds, where=f"task file {path}")
-    kinds = {"file": str, "source": str, "fields": dict}
-    _check(settings["metadata"], kinds, where=f"task file {path}: metadata")
-    return dict(settings)
-
-
-def _check(settings: Any, kinds: Mapping[str, type], *, where: str) -> None:
-    if not isinstance(settings, dict):
-        raise TaskError(f"{where} holds {type(settings).__name__}; it must be a table.")
-    for key, kind in kinds.items():
-        if not isinstance(settings.get(key), kind):
-            raise TaskError(f"{where}: {key} must be a {kind.__name__}.")
+    return Task(task, settings, data, len(lines), digest)

@@ -83,7 +83,7 @@ def window16_mask(
 class LayerStore:
     """The cache of one layer: KV formats, constants and the dtype of its 16-bit rows.
 
-    The factors are [kv_heads] and the mean is [kv_heads, head_dim].
+    The scales are [kv_heads] and the mean is [kv_heads, head_dim].
     """
 
     k_mode: str
@@ -107,13 +107,13 @@ class LayerStore:
         return self._views(self.v_mode, v, self.v_scales)
 
     def _views(
-        self, mode: str, x: Doubles, factors: npt.NDArray[np.float32] | None
+        self, mode: str, x: Doubles, scales: npt.NDArray[np.float32] | None
     ) -> tuple[Doubles, Doubles]:
         rows: Floats = x.astype(np.float32)
         window16 = round_to(rows.reshape(-1, x.shape[-1]), self.dtype).reshape(x.shape)
         quantized = np.empty_like(rows)
         for head in range(x.shape[1]):
-            global_scale = 1.0 if factors is None else float(factors[head])
+            global_scale = 1.0 if scales is None else float(scales[head])
             quantized[:, head] = round_trip(
                 mode,
                 rows[:, head],

@@ -1,4 +1,4 @@
-"""What the schema of a tool says about one argument."""
+"""The part of a tool's schema that describes one argument."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false
 class GemmaCalls(ToolCallParser):
     """Calls of the form `begin` call:name{key:value,...} `end`.
 
-    Keys, numbers, true, false and null are plain. A string stands between two `quote`, without
+    Keys, numbers, true, false and null are plain. A string is enclosed in `quote`, without
     escapes. Lists are [a,b], and objects are {key:value}.
     """
 
@@ -77,7 +77,7 @@ class GemmaCalls(ToolCallParser):
         return (yield from self._read_value(reader, depth=0))
 
     def _read_value(self, reader: AnswerReader, *, depth: int) -> Step[bool]:
-        """Pass a value on as JSON while it arrives. Return False where it does not go on."""
+        """Pass a value on as JSON while it arrives. Return False if it is malformed."""
         yield from reader.skip_space()
         char = yield from reader.next_char()
         if char and char in "{[":

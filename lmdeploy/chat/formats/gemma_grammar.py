@@ -199,7 +199,7 @@ class ArgumentRules:
         """Refuse other keywords in a strict schema. A lenient one ignores them."""
         unknown = schema.keys() - allowed - _NOTES
         if self._is_strict and unknown:
-            raise self._refusal(f"has {sorted(unknown)[0]} beside {sorted(allowed)[0]}")
+            raise self._refusal(f"combines {sorted(unknown)[0]} with {sorted(allowed)[0]}")
 
     def _refusal(self, problem: str) -> OptionError:
         return OptionError(

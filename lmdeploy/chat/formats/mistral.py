@@ -1,4 +1,4 @@
-"""The tool calls of Mistral's models, in both forms that their templates know."""
+"""The tool calls of Mistral's models, in both forms that their templates use."""
 
 from __future__ import annotations
 

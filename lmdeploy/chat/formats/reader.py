@@ -45,7 +45,7 @@ class AnswerReader:
         self._text += text
 
     def end(self) -> None:
-        """Say that no more text will arrive."""
+        """Mark the end of the answer: no more text will arrive."""
         self._ended = True
 
     def take(self) -> Delta:
@@ -83,7 +83,7 @@ class AnswerReader:
     # Attempts.
 
     def commit(self) -> None:
-        """Forget the text of the attempt, because its meaning has been added to the output."""
+        """Drop the text of the attempt, because its meaning has been added to the output."""
         if self._attempt is not None:
             self._attempt = []
 
@@ -191,7 +191,7 @@ class AnswerReader:
             yield
 
     def json_value(self, emit: Callable[[str], None]) -> Step[bool]:
-        """Pass one JSON value to `emit` as it comes. Return False where it does not go on.
+        """Pass one JSON value to `emit` as it comes. Return False if the text is not JSON.
 
         Only strings and brackets are checked.
         """
@@ -213,7 +213,7 @@ class AnswerReader:
                 return True
 
     def _between(self, emit: Callable[[str], None], is_inside: bool) -> Step[bool]:
-        """Read what stands between strings and brackets, or a scalar outside of all brackets."""
+        """Read what is between strings and brackets, or a scalar outside of all brackets."""
         if is_inside:
             self._take(_end(_OUT_OF_STRING, self._text), emit)
             return True

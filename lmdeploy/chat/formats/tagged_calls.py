@@ -1,4 +1,4 @@
-"""Tool calls in which every argument stands between tags of its own."""
+"""Tool calls in which every argument is enclosed in tags of its own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lmdeploy.chat.tool_calls import Tool, ToolUse, is_strict, parameters_of, to
 
 @dataclass(frozen=True)
 class TaggedCalls(ToolCallParser):
-    """Calls whose parts stand between tags.
+    """Calls whose parts are enclosed in tags.
 
     A call is `begin` `open` name `named` (`key` key `key_end` text `close`)* `shut` `end`.
 
     Args:
-        is_block: several calls stand between one `begin` and `end`. Otherwise each has its own.
+        is_block: one `begin` and `end` enclose several calls. Otherwise each has its own.
         value: tag between a key and its text.
         line: line break that the model writes after tags.
         value_line: line break that it writes around values.

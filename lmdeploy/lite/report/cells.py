@@ -29,7 +29,7 @@ class KvVariant:
     label: str
     configure: Configure
     # k_scale and v_scale, [layers, kv_heads] each. None means 1.
-    factors: tuple[Floats, Floats] | None = None
+    scales: tuple[Floats, Floats] | None = None
 
     @property
     def format(self) -> str:
@@ -64,12 +64,12 @@ def make_cells(
     path = None if calibration is None else str(calibration)
     variants = cache_variants([REFERENCE, *formats], qualities, calibration=path)
     return [
-        KvVariant(label, model.configure(config), _factors(model, config))
+        KvVariant(label, model.configure(config), _scales(model, config))
         for label, config in variants.items()
     ]
 
 
-def _factors(model: OpenModel, config: TurbomindEngineConfig) -> tuple[Floats, Floats] | None:
+def _scales(model: OpenModel, config: TurbomindEngineConfig) -> tuple[Floats, Floats] | None:
     """Return k_scale and v_scale, or None without a calibration file."""
     from lmdeploy.engine.kv_calibration import engine_constants, read_calibration
     from lmdeploy.engine.kv_quality import resolve_kv_options

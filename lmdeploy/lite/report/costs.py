@@ -135,8 +135,8 @@ def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
     count = 0
     for i, side in enumerate("kv"):
         histogram = statistics[f"{side}_histogram"]
-        factor = np.float32(1) if cell.factors is None else cell.factors[i]
-        limit = np.asarray(np.full(histogram.shape[:2], largest) * factor, np.float32)
+        scale = np.float32(1) if cell.scales is None else cell.scales[i]
+        limit = np.asarray(np.full(histogram.shape[:2], largest) * scale, np.float32)
         first = (limit.view(np.int32).astype(np.int64) >> 19) - _FIRST_BIN
         exact = (limit.view(np.int32) & ((1 << 19) - 1)) == 0
         first = np.clip(first + ~exact, 0, histogram.shape[-1])

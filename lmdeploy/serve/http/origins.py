@@ -89,7 +89,7 @@ def accepted_hosts(server_name: str, allowed_hosts: Sequence[str]) -> list[str] 
     """Return the accepted values of `Host` for a server. None accepts all.
 
     A server that listens on a loopback address accepts the names of the local computer and
-    `allowed_hosts`. Every other server has names that it cannot know, so it accepts all unless
+    `allowed_hosts`. The names of any other server are not known here, so it accepts all unless
     `allowed_hosts` is set.
     """
     if "*" in allowed_hosts or not (allowed_hosts or is_loopback(server_name)):

@@ -50,7 +50,7 @@ class APIClient:
 
     @property
     def available_models(self) -> list[str]:
-        """Names of the served models. Requested once, then cached."""
+        """Return the names of the served models, which are requested once."""
         if self._available_models is None:
             cards = self._object(self.models_v1_url, None)["data"]
             self._available_models = [card["id"] for card in cards]

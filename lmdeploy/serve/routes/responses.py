@@ -315,7 +315,7 @@ class ResponsesReply:
         return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, form=form)
 
     def _finish(self, answer: Answer, events: list[EventJson]) -> dict[str, Any]:
-        """Return the body of the complete response, and store it if the request wants that.
+        """Return the body of the complete response, and store it unless `store` is false.
 
         `events` are those of the last item, which is closed now.
         """

@@ -22,7 +22,7 @@ const prompt = byId("prompt");
 let wasGenerating = false;
 let frame = 0;
 
-/** Keep the end of the conversation in view until the user scrolls up. Return how to go there. */
+/** Keep the end of the conversation in view until the user scrolls up. Return a function that scrolls there. */
 function followEnd(scroller) {
   let last = 0;
   let follows = true;

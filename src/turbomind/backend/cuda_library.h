@@ -49,8 +49,8 @@ struct CudaDeviceInfo {
 struct CudaDeviceOptions {
   bool deterministic = false;  // rows of the results do not depend on the batch
   int num_threads = 1;         // host threads that pack weights and sample rows
-  // cuBLASLt: names for dlopen, tried in this order before the locations that the library knows
-  // itself (backend/cuda/linear/cublas_lt.h).
+  // cuBLASLt: names for dlopen, tried in this order before the default locations
+  // (backend/cuda/linear/cublas_lt.h).
   std::vector<std::string> cublas_lt = {};
 };
 

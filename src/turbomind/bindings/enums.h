@@ -9,7 +9,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/core/dtype.h"
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {

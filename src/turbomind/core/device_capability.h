@@ -8,7 +8,7 @@ namespace turbomind {
 // Describes a device, so that no other code asks which device it is. Each device fills it in its
 // own folder. The defaults describe the CPU.
 struct DeviceCapability {
-  // Only GetKvCacheMode and KvCacheConversion (kv/kv_cache_mode.h) read these two.
+  // Only GetKvCacheMode and KvCacheConversion (kv/kv_format.h) read these two.
   bool is_cuda = false;
   int sm = 0;  // CUDA's compute capability, e.g. 90
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
 

@@ -24,7 +24,7 @@ struct Sequence {
   int64_t num_prompt = 0;
   int64_t num_computed = 0;  // tokens whose K and V are in the cache
   int64_t num_planned = 0;   // new tokens in the current step
-  int64_t share_owed = 0;    // what the scheduler owes it as the oldest prompt
+  int64_t share_owed = 0;    // of the budget, unused so far, as the oldest prompt
   bool was_admitted = false;
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent

@@ -25,7 +25,7 @@
 #include "turbomind/core/dtype.h"
 #include "turbomind/core/float_convert.h"
 #include "turbomind/core/host_device.h"
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 
 namespace turbomind {
 

@@ -6,7 +6,7 @@
 
 #include "turbomind/core/dtype.h"
 #include "turbomind/core/host_device.h"
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 
 namespace turbomind {
 

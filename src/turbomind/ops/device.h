@@ -8,7 +8,7 @@
 
 #include "turbomind/core/device_memory.h"
 #include "turbomind/core/function_ref.h"
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {

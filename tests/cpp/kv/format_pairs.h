@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 
 namespace turbomind {
 

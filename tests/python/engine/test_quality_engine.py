@@ -46,11 +46,11 @@ def make_constants(shape: Shape, weights: dict[str, np.ndarray], mode: str) -> C
     ids = np.random.default_rng(8).integers(0, shape.vocab, 200)
     keys = Decoder(shape, weights).keys_after_rope(ids)
     heads = (shape.layers, shape.kv_heads)
-    factors = np.random.default_rng(9).uniform(0.01, 0.03, (2, *heads)).astype(np.float32)
+    scales = np.random.default_rng(9).uniform(0.01, 0.03, (2, *heads)).astype(np.float32)
     if mode not in codecs.SCALED:
-        factors[:] = 1
+        scales[:] = 1
     mean = np.array([k.mean(axis=0) for k in keys], np.float32)
-    return Constants(mean, factors[0], factors[1])
+    return Constants(mean, scales[0], scales[1])
 
 
 @dataclass

@@ -142,8 +142,8 @@ def test_layer_store_mean_and_rotation_cancel_in_fp32() -> None:
 def test_layer_store_views_have_the_error_of_their_format(mode: str) -> None:
     # 16-bit rows have 16-bit error. Quantized rows have their format's error, scaled per head.
     k = gaussian(64, 2, 64)
-    factors = np.array([1.0, 0.02], np.float32)
-    store = LayerStore(mode, mode, "float16", BALANCED, k_scales=factors, v_scales=factors)
+    scales = np.array([1.0, 0.02], np.float32)
+    store = LayerStore(mode, mode, "float16", BALANCED, k_scales=scales, v_scales=scales)
     for window16, quantized in (store.keys(k), store.values(k)):
         assert 0 < np.abs(window16 - k).max() < 4e-3
         error = np.linalg.norm(quantized - k, axis=(0, 2)) / np.linalg.norm(k, axis=(0, 2))

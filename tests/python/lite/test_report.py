@@ -97,8 +97,8 @@ def test_num_saturated_counts_bins_beyond_the_limit() -> None:
     statistics = {"k_histogram": histogram, "v_histogram": np.zeros_like(histogram)}
     cell = KvVariant("fp8", lambda _: None)
     assert costs.num_saturated(statistics, cell) == 4  # 450 is in the same bin as 448
-    factors = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
-    assert costs.num_saturated(statistics, replace(cell, factors=factors)) == 2
+    scales = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
+    assert costs.num_saturated(statistics, replace(cell, scales=scales)) == 2
     assert costs.num_saturated(statistics, KvVariant("int4", lambda _: None)) is None
 
 

@@ -1,4 +1,4 @@
-"""Tests of what a server tells about its parsers: the line at the start and the counter."""
+"""Tests of what a server reports about its parsers: the line at the start and the counter."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import bench_engine
 import bench_gpu
 import bench_server
 import pytest
-from results import ResultsFile, read_row
+from results import ResultsFile
 from targets import BY_NAME, Runs, row_of
 
 ROOT = Path(__file__).parents[3]
@@ -53,11 +53,6 @@ def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
     with pytest.raises(ValueError, match="cores 2, but this machine has 4"):
         again.measured_on({**MACHINE, "cores": 4})
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
-
-
-def test_read_row_accepts_the_former_name_of_the_baseline():
-    row = row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m")
-    assert read_row({key.replace("baseline", "peer"): row[key] for key in row}) == row
 
 
 def test_committed_results_contain_rows_of_the_suite():

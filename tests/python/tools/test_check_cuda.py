@@ -6,7 +6,6 @@ from pathlib import Path
 
 import check_cuda
 import pytest
-from check_cuda import Unit
 
 DECODE = "_ZN9turbomind4cuda12DecodeKernelILi1EEEv"
 
@@ -37,7 +36,7 @@ def test_check_cuda_fails_for_bad_kernels(
     nvcc.write_text(f"#!/bin/sh\ncat {tmp_path}/out >&2; exit {int(not text)}\n")
     nvcc.chmod(0o755)
     monkeypatch.setattr(check_cuda.shutil, "which", lambda name: str(nvcc))
-    unit = Unit("sm_90a", tmp_path / "x_ops.cu")
+    unit = ("sm_90a", tmp_path / "x_ops.cu")
     monkeypatch.setattr(check_cuda, "chosen_units", lambda everything: [unit])
     assert check_cuda.main([]) == status
     assert words in capsys.readouterr().out

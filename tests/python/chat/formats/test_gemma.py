@@ -33,12 +33,12 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({"type": "string", "format": "date"}, "has format beside"),
-        ({"type": "array", "prefixItems": [{}]}, "has prefixItems beside"),
+        ({"type": "string", "format": "date"}, "combines format with"),
+        ({"type": "array", "prefixItems": [{}]}, "combines prefixItems with"),
         ({"type": "array", "maxItems": 257}, "has the bound 257"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "minItems exceeds"),
         ({"$ref": "#/nothing"}, "has the reference '#/nothing'"),
-        ({"$ref": "#/$defs/x", "minimum": 1}, "has minimum beside"),
+        ({"$ref": "#/$defs/x", "minimum": 1}, "combines minimum with"),
         ({"anyOf": []}, "without a list"),
         ({"enum": []}, "without a value of its type"),
         ({"type": "string", "const": 1}, "without a value of its type"),

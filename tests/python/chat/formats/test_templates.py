@@ -2,7 +2,7 @@
 
 A conversation that ends with an answer is rendered. What follows the prompt is the text that the
 model is trained to write, and its parts must be those of the message. The templates come with
-llama.cpp: scripts/dev/fetch_test_files.py brings them.
+llama.cpp: scripts/dev/fetch_test_files.sh brings them.
 """
 
 from __future__ import annotations

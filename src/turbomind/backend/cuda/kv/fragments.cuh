@@ -21,7 +21,7 @@
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
 #include "turbomind/core/dtype.h"
 #include "turbomind/core/float_convert.h"
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 
 namespace turbomind::cuda {
 

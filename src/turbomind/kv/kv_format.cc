@@ -1,4 +1,4 @@
-#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/kv/kv_format.h"
 
 #include <algorithm>
 #include <string>
