@@ -22,7 +22,7 @@ from lmdeploy.serve.errors import ApiError, error_response, refusal
 from lmdeploy.serve.http.bodies import BodyReader
 from lmdeploy.serve.http.origins import LOCAL_ORIGIN, OriginMiddleware, accepted_hosts
 from lmdeploy.serve.http.response_store import ResponseStore
-from lmdeploy.serve.metrics import ServerMetrics
+from lmdeploy.serve.metrics import ErrorCounter, ServerMetrics
 from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.routes.base import BODIES, BODY_REFERENCE
 from lmdeploy.serve.routes.documentation import finish_schema
@@ -74,6 +74,7 @@ def make_app(
         share_prefix_cache=options.share_prefix_cache,
     )
     _check_origins(app, options)
+    app.add_middleware(ErrorCounter, metrics=state.metrics)  # runs first, as the last one added
     app.state.server = state
     for router in ROUTERS:
         app.include_router(router)
