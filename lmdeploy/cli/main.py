@@ -53,7 +53,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--api-keys",
         nargs="*",
         default=None,
-        help="clients must send one of these keys (default: no key)",
+        help="clients must send one of these keys (default: those in the environment variable "
+        "LMDEPLOY_API_KEYS, separated by spaces, or no key)",
     )
     group.add_argument(
         "--share-prefix-cache",
