@@ -83,6 +83,16 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
             help=f"format of {part} in responses; none leaves them in the text (default: chosen by "
             "the model)",
         )
+    _add_operation_flags(group)
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the memory plan and exit without loading weights (a hub id is downloaded)",
+    )
+
+
+def _add_operation_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of limits, shutdown, logs and traces."""
     group.add_argument(
         "--enable-abort-handling",
         action="store_true",
@@ -112,9 +122,11 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--log-level INFO or DEBUG (default: %(default)s)",
     )
     group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the memory plan and exit without loading weights (a hub id is downloaded)",
+        "--otlp-traces-endpoint",
+        default=None,
+        metavar="URL",
+        help="OpenTelemetry collector that receives traces over HTTP, such as "
+        "http://localhost:4318/v1/traces (default: no traces)",
     )
 
 

@@ -40,6 +40,7 @@ def run_api_server(args: argparse.Namespace) -> int:
         max_concurrent_requests=args.max_concurrent_requests,
         max_log_len=args.max_log_len,
         ssl=args.ssl,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
     server.check_options(options)
     if args.dry_run:
