@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from lmdeploy.response import FinishReason, Response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,9 +23,9 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
-    from lmdeploy.response import Response
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ERRORS = (400, 401, 403, 404, 408, 413, 415, 421, 500, 503)
 _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 # LMDeploy's name → vLLM's current and older names with the same meaning. Counters lack `_total`.
 VLLM_NAMES = {
@@ -226,6 +228,11 @@ class ServerMetrics:
             ["model_name", "status"],
             registry=self.registry,
         )
+        # Prometheus sees an increase only if the counter was 0 before.
+        for reason in get_args(FinishReason):
+            self._success.labels(model_name, reason)
+        for status in _ERRORS:
+            self._errors.labels(model_name, status)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Seconds until the first token.", buckets=_SECONDS
         )

@@ -52,8 +52,10 @@ def test_names_of_vllm_that_other_programs_read_exist(samples: Samples) -> None:
     for name in VLLM_SAMPLES:
         assert samples[f"vllm:{name}"], name
         assert all(("model_name", "m") in labels for labels in samples[f"vllm:{name}"]), name
-    reasons = {dict(labels)["finished_reason"] for labels in samples["vllm:request_success_total"]}
-    assert reasons == {"stop", "length"}
+    finished = samples["vllm:request_success_total"].items()
+    assert {dict(labels)["finished_reason"]: count for labels, count in finished} == {
+        **{"stop": 2, "length": 1, "tool_calls": 0, "error": 0, "abort": 0}
+    }
     ((info, value),) = samples["vllm:cache_config_info"].items()
     assert value == 1
     assert dict(info) == {
@@ -98,7 +100,7 @@ def test_errors_are_counted_by_status() -> None:
         assert post(url, path, b"{", headers=key).status_code == 400
         assert post(url, path, CHAT, headers=key).status_code == 200
         text = httpx.get(f"{url}/metrics", headers=key).text
-    for status, count in ((401, 1), (403, 1), (404, 1), (400, 2)):
+    for status, count in ((401, 1), (403, 1), (404, 1), (400, 2), (500, 0)):
         line = f'lmdeploy:http_errors_total{{model_name="m",status="{status}"}} {count}.0'
         assert line in text
     assert 'status="200"' not in text
