@@ -53,7 +53,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--api-keys",
         nargs="*",
         default=None,
-        help="clients must send one of these keys (default: no key)",
+        help="clients must send one of these keys (default: those in the environment variable "
+        "LMDEPLOY_API_KEYS, separated by spaces, or no key)",
     )
     group.add_argument(
         "--share-prefix-cache",
@@ -82,15 +83,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
             help=f"format of {part} in responses; none leaves them in the text (default: chosen by "
             "the model)",
         )
-    _add_operator_flags(group)
-    group.add_argument(
-        "--max-log-len",
-        type=int,
-        default=0,
-        metavar="CHARACTERS",
-        help="most characters of each prompt in the log, which shows prompts only with "
-        "--log-level INFO or DEBUG (default: %(default)s)",
-    )
+    _add_operation_flags(group)
     group.add_argument(
         "--dry-run",
         action="store_true",
@@ -98,7 +91,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_operator_flags(group: argparse._ArgumentGroup) -> None:
+def _add_operation_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of limits, shutdown, logs and traces."""
     group.add_argument(
         "--enable-abort-handling",
         action="store_true",
@@ -123,6 +117,21 @@ def _add_operator_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="time that running requests may continue after SIGTERM or Ctrl-C (default: "
         "%(default)s)",
+    )
+    group.add_argument(
+        "--max-log-len",
+        type=int,
+        default=0,
+        metavar="CHARACTERS",
+        help="most characters of each prompt in the log, which shows prompts only with "
+        "--log-level INFO or DEBUG (default: %(default)s)",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        default=None,
+        metavar="URL",
+        help="OpenTelemetry collector that receives traces over HTTP, such as "
+        "http://localhost:4318/v1/traces (default: no traces)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.config.chat_template import parse_chat_template
@@ -16,16 +17,13 @@ def run_api_server(args: argparse.Namespace) -> int:
 
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
-    keys = [key for key in args.api_keys or [] if key]
-    if args.api_keys is not None and not keys:
-        raise ValueError("--api-keys needs at least one key.")
     options = ServerOptions(
         model_name=args.model_name,
         generation_config=args.generation_config,
         proxy_url=args.proxy_url,
         server_name=args.server_name,
         server_port=args.server_port,
-        api_keys=keys,
+        api_keys=api_keys(args.api_keys),
         share_prefix_cache=args.share_prefix_cache,
         allow_origins=args.allow_origins,
         allowed_hosts=args.allowed_hosts,
@@ -43,6 +41,7 @@ def run_api_server(args: argparse.Namespace) -> int:
         max_concurrent_requests=args.max_concurrent_requests,
         max_log_len=args.max_log_len,
         ssl=args.ssl,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
     server.check_options(options)
     if args.dry_run:
@@ -51,6 +50,21 @@ def run_api_server(args: argparse.Namespace) -> int:
         return 0
     server.run_server(args.model_path, config, chat_template_config=template, options=options)
     return 0
+
+
+def api_keys(flag: list[str] | None) -> list[str]:
+    """Return the keys of the flag --api-keys, or those of LMDEPLOY_API_KEYS without the flag.
+
+    Raises ValueError if one of them is set but contains no key.
+    """
+    name, given = "--api-keys", flag
+    if flag is None:
+        name, variable = "LMDEPLOY_API_KEYS", os.environ.get("LMDEPLOY_API_KEYS")
+        given = None if variable is None else variable.split()
+    keys = [key for key in given or [] if key]
+    if given is not None and not keys:
+        raise ValueError(f"{name} needs at least one key.")
+    return keys
 
 
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:

@@ -107,7 +107,7 @@ class PrefixRecorder:
         """Copy blocks of the prompt from the store to the engine. This may wait for the store."""
         prompt = list(request.prompt)
         if request.num_prompt_logprobs < 0 and request.pooling != "mean":
-            self.traffic.fetch(cpp_engine, prompt, request.cache_salt)
+            self.traffic.fetch(cpp_engine, prompt, salt=request.cache_salt)
         self._prefixes[request.id] = _Prefix(prompt, request.cache_salt)
 
     def output(self, output: Any, cpp_engine: Any) -> None:
@@ -122,7 +122,7 @@ class PrefixRecorder:
         prefix.tokens += output.tokens
         if output.finish_reason != "none":
             del self._prefixes[output.request_id]
-            self.traffic.offer(cpp_engine, prefix.tokens, prefix.salt)
+            self.traffic.offer(cpp_engine, prefix.tokens, salt=prefix.salt)
 
     def drop(self, request_id: int) -> None:
         """Forget a request that was not submitted."""

@@ -30,10 +30,10 @@ class PrefixCache(Protocol):
 
     def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int: ...
     def export_prefix(
-        self, tokens: Sequence[int], first: int, salt: bytes
+        self, tokens: Sequence[int], *, first: int, salt: bytes
     ) -> list[list[bytes]]: ...
     def import_prefix(
-        self, tokens: Sequence[int], first: int, blocks: list[list[bytes]], salt: bytes
+        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
     ) -> int: ...
 
 
@@ -108,7 +108,7 @@ class PrefixTraffic:
         before = self._compute_seconds
         self._compute_seconds = now if before is None else before + _SMOOTHING * (now - before)
 
-    def fetch(self, cache: PrefixCache, prompt: list[int], salt: bytes) -> int:
+    def fetch(self, cache: PrefixCache, prompt: list[int], *, salt: bytes) -> int:
         """Copy blocks of a prompt from the store to the engine. Return their number.
 
         It stops at the first missing block, and when reading takes longer than computing would.
@@ -133,14 +133,14 @@ class PrefixTraffic:
         if not blocks:
             return 0
         try:
-            return cache.import_prefix(prompt, first, blocks, salt)
+            return cache.import_prefix(prompt, first=first, blocks=blocks, salt=salt)
         except ValueError as error:  # sealed with the secret, but of another size
             logger.warning("The KV store has unusable blocks: %s", error)
             with self._lock:
                 self.stats.rejected += 1
             return 0
 
-    def offer(self, cache: PrefixCache, tokens: list[int], salt: bytes) -> None:
+    def offer(self, cache: PrefixCache, tokens: list[int], *, salt: bytes) -> None:
         """Write the blocks of `tokens` to the store later, as far as they are then cached."""
         item = (cache, tokens, salt)
         while len(tokens) >= self._block_tokens and not self._closing.is_set():
@@ -194,13 +194,13 @@ class PrefixTraffic:
             item = self._waiting.get()
             try:
                 if item is not None and not self._closing.is_set():
-                    self._write(*item)
+                    self._write(item[0], item[1], salt=item[2])
             except Exception as error:  # the engine was closed, or a fault of ours
                 logger.debug("A prefix was not written to the KV store: %s", error)
             finally:
                 self._waiting.task_done()
 
-    def _write(self, cache: PrefixCache, tokens: list[int], salt: bytes) -> None:
+    def _write(self, cache: PrefixCache, tokens: list[int], *, salt: bytes) -> None:
         names = self._keys.names(tokens, salt)
         with self._lock:
             is_new = [self._known.pools(name) is None for name in names]
@@ -208,7 +208,7 @@ class PrefixTraffic:
             return
         first = max(is_new.index(True) - self._late_blocks, 0)
         for name, copies in zip(
-            names[first:], cache.export_prefix(tokens, first, salt), strict=False
+            names[first:], cache.export_prefix(tokens, first=first, salt=salt), strict=False
         ):
             pools = tuple(map(bool, copies))
             with self._lock:

@@ -22,7 +22,8 @@ from lmdeploy.serve.errors import ApiError, error_response, refusal
 from lmdeploy.serve.http.bodies import BodyReader
 from lmdeploy.serve.http.origins import LOCAL_ORIGIN, OriginMiddleware, accepted_hosts
 from lmdeploy.serve.http.response_store import ResponseStore
-from lmdeploy.serve.metrics import ServerMetrics
+from lmdeploy.serve.http.tracing import RequestTracer
+from lmdeploy.serve.metrics import ErrorCounter, ServerMetrics
 from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.routes.base import BODIES, BODY_REFERENCE
 from lmdeploy.serve.routes.documentation import finish_schema
@@ -37,6 +38,7 @@ def make_app(
     """Make the application for a running engine. Its shutdown closes the engine."""
     options = options or ServerOptions()
     name = options.model_name or engine.loaded.model_path or "model"
+    endpoint = options.otlp_traces_endpoint
     state = ServerState(
         engine,
         name,
@@ -52,12 +54,15 @@ def make_app(
         enable_web_page=not options.disable_web_page,
         max_log_len=options.max_log_len,
         created=int(time.time()),
+        tracer=None if endpoint is None else RequestTracer(endpoint, model_name=name),
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(engine.close)
+        if state.tracer is not None:
+            await asyncio.to_thread(state.tracer.close)
 
     docs = None if options.disable_fastapi_docs else "/docs"
     app = FastAPI(
@@ -76,6 +81,7 @@ def make_app(
         share_prefix_cache=options.share_prefix_cache,
     )
     _check_origins(app, options)
+    app.add_middleware(ErrorCounter, metrics=state.metrics)  # runs first, as the last one added
     app.state.server = state
     for router in ROUTERS:
         app.include_router(router)

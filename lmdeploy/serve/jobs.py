@@ -14,13 +14,13 @@ from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.engine.request import is_constrained
 from lmdeploy.response import Response, join_pieces
 from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.metrics import Progress, ServerMetrics
 from lmdeploy.serve.schema import MAX_PROMPTS, CompletionFields
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import AnswerStart
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
-    from lmdeploy.serve.metrics import ServerMetrics
 
 # Limits of one HTTP request.
 MAX_ANSWERS = 1024
@@ -51,6 +51,7 @@ class Job:
     index: int  # of the choice
     prompt_index: int
     stream: RequestStream
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass
@@ -204,7 +205,7 @@ async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Respo
     """
 
     async def one(job: Job) -> Response:
-        async with aclosing(metrics.observe(job.stream)) as stream:
+        async with aclosing(metrics.observe(job.stream, job.progress)) as stream:
             chunks = [chunk async for chunk in stream]
         if not chunks or chunks[-1].finish_reason == "error":
             raise request_error(chunks[-1] if chunks else None)

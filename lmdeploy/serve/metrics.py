@@ -1,23 +1,50 @@
-"""Prometheus metrics with LMDeploy's names, `lmdeploy:*`. Each server has its own registry."""
+"""Prometheus metrics with LMDeploy's names, `lmdeploy:*`, and vLLM's, `vllm:*`.
+
+Each server has its own registry, which contains every value once, under LMDeploy's name. A scrape
+copies the values that routers and autoscalers read to vLLM's names.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lmdeploy.response import FinishReason, Response
+
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from lmdeploy import _turbomind
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
-    from lmdeploy.response import Response
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ERRORS = (400, 401, 403, 404, 408, 413, 415, 421, 500, 503)
 _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+# LMDeploy's name → vLLM's current and older names with the same meaning. Counters lack `_total`.
+VLLM_NAMES = {
+    "num_requests_running": ("num_requests_running",),
+    "num_requests_waiting": ("num_requests_waiting",),
+    "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "prefix_queried_tokens": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "cached_tokens": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    "prompt_tokens": ("prompt_tokens",),
+    "generation_tokens": ("generation_tokens",),
+    "num_preemptions": ("num_preemptions",),
+    "request_success": ("request_success",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "iter_token_latency": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+}
 
 
 class _EngineCollector(Collector):
@@ -37,6 +64,7 @@ class _EngineCollector(Collector):
             "gpu_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
             "kv_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
             "kv_cache_blocks_total": ("KV blocks.", stats.blocks_total),
+            "kv_cache_blocks_active": ("KV blocks in use.", stats.blocks_active),
             "kv_cache_blocks_cached": ("KV blocks kept for prefix reuse.", stats.blocks_cached),
             "kv_cache_window_blocks_total": (
                 "Blocks in the 16-bit pools.",
@@ -69,6 +97,10 @@ class _EngineCollector(Collector):
                 "Prompt tokens reused from the prefix cache.",
                 stats.prefix_hit_tokens,
             ),
+            "prefix_queried_tokens_total": (
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queried_tokens,
+            ),
             "prefix_cut_tokens_total": (
                 "Prompt tokens found in the prefix cache but computed again, because their blocks "
                 "have no 16-bit copy.",
@@ -83,6 +115,7 @@ class _EngineCollector(Collector):
             yield counter
         yield self._clipped(stats)
         yield self._cache_info()
+        yield self._vllm_cache_info(stats)
 
     def _clipped(self, stats: _turbomind.EngineStats) -> Metric:
         """Return the number of clipped values for each kind of attention (label `group`)."""
@@ -109,6 +142,57 @@ class _EngineCollector(Collector):
         )
         info.add_metric([*self._labels, *labels.values()], 1)
         return info
+
+    def _vllm_cache_info(self, stats: _turbomind.EngineStats) -> Metric:
+        """Return vLLM's metric whose labels are the format and the size of the KV cache."""
+        loaded = self._engine.loaded
+        labels = {
+            "block_size": loaded.block_tokens,
+            "num_gpu_blocks": stats.blocks_total,
+            "kv_cache_size_tokens": loaded.cpp_engine.memory_plan().max_tokens,
+            "cache_dtype": loaded.kv.format,
+        }
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Format and size of the KV cache, as labels.",
+            labels=["model_name", *labels],
+        )
+        info.add_metric([*self._labels, *map(str, labels.values())], 1)
+        return info
+
+
+class _WithVllmNames(Collector):
+    """Repeats the metrics of a registry under vLLM's names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            for name in VLLM_NAMES.get(metric.name.removeprefix("lmdeploy:"), ()):
+                copy = Metric(f"vllm:{name}", metric.documentation, metric.type)
+                copy.samples = [
+                    sample._replace(name=copy.name + sample.name.removeprefix(metric.name))
+                    for sample in metric.samples
+                ]
+                yield copy
+
+
+@dataclass
+class Progress:
+    """What the server has received of one response: its newest chunk, and when it began.
+
+    `first_token` is a time of `time.monotonic()`.
+    """
+
+    first_token: float | None = None
+    chunk: Response | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Return why the response ended: `abort` if it ended before its last chunk."""
+        return (self.chunk.finish_reason if self.chunk is not None else None) or "abort"
 
 
 class ServerMetrics:
@@ -137,6 +221,18 @@ class ServerMetrics:
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
+        self._errors = Counter(
+            "lmdeploy:http_errors_total",
+            "Refused and failed requests, by HTTP status. Errors within a stream are in "
+            "request_success_total.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
+        # Prometheus sees an increase only if the counter was 0 before.
+        for reason in get_args(FinishReason):
+            self._success.labels(model_name, reason)
+        for status in _ERRORS:
+            self._errors.labels(model_name, status)
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Seconds until the first token.", buckets=_SECONDS
         )
@@ -170,37 +266,45 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithVllmNames(self.registry))
 
     def count_unknown_fields(self, number: int) -> None:
         """Count the unknown fields of a request."""
         self._unknown_fields.inc(number)
 
-    async def observe(self, stream: RequestStream) -> AsyncGenerator[Response, None]:
-        """Yield the chunks of `stream` and time them. Closing the generator cancels the request."""
-        begin = last = stream.created
-        first: float | None = None
-        chunk: Response | None = None
+    def count_error(self, status: int) -> None:
+        """Count a response with an HTTP error status."""
+        self._errors.labels(self._model_name, status).inc()
+
+    async def observe(
+        self, stream: RequestStream, progress: Progress
+    ) -> AsyncGenerator[Response, None]:
+        """Yield the chunks of `stream`, time them and keep `progress` up to date.
+
+        Closing the generator cancels the request.
+        """
+        last = stream.created
         try:
             async for chunk in stream:
                 now = time.monotonic()
-                if chunk.token_ids and first is None:
-                    first = now
-                    self._first_token.observe(now - begin)
+                if chunk.token_ids and progress.first_token is None:
+                    progress.first_token = now
+                    self._first_token.observe(now - stream.created)
                 elif chunk.token_ids:
                     self._iteration.observe(now - last)
                 last = now
+                progress.chunk = chunk
                 yield chunk
         finally:
             stream.close()
             self._broken_calls.inc(stream.num_broken_calls)
-            self._end(chunk, begin, first=first)
+            self._end(progress, created=stream.created)
 
-    def _end(self, chunk: Response | None, begin: float, *, first: float | None) -> None:
+    def _end(self, progress: Progress, *, created: float) -> None:
         now = time.monotonic()
-        reason = (chunk.finish_reason if chunk is not None else None) or "abort"
-        self._success.labels(self._model_name, reason).inc()
-        self._latency.observe(now - begin)
+        self._success.labels(self._model_name, progress.finish_reason).inc()
+        self._latency.observe(now - created)
+        chunk, first = progress.chunk, progress.first_token
         if chunk is None:
             return
         self._prompt.observe(chunk.input_token_len)
@@ -208,3 +312,19 @@ class ServerMetrics:
         self._cached.observe(chunk.cached_tokens)
         if first is not None and chunk.generate_token_len > 1:
             self._per_token.observe((now - first) / (chunk.generate_token_len - 1))
+
+
+class ErrorCounter:
+    """ASGI middleware that counts the responses with an error status."""
+
+    def __init__(self, app: ASGIApp, *, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._metrics.count_error(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

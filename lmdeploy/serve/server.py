@@ -25,6 +25,7 @@ from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.serve.http.connections import LimitedProtocol, without_query
 from lmdeploy.serve.http.tls import TlsFiles, find_tls_files
+from lmdeploy.serve.http.tracing import check_endpoint
 from lmdeploy.serve.sampling import read_sampling
 from lmdeploy.serve.state import ServerOptions
 
@@ -125,6 +126,8 @@ def check_options(options: ServerOptions) -> None:
         raise refuse("proxy_url", options.proxy_url, wanted=wanted, flag="--proxy-url")
     read_sampling(options.generation_config)
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
+    if options.otlp_traces_endpoint is not None:
+        check_endpoint(options.otlp_traces_endpoint)
 
 
 def run_server(

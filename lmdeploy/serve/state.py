@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmdeploy.serve.admission import Admission
     from lmdeploy.serve.http.bodies import BodyReader
     from lmdeploy.serve.http.response_store import ResponseStore
+    from lmdeploy.serve.http.tracing import RequestTracer
     from lmdeploy.serve.metrics import ServerMetrics
 
 
@@ -45,6 +46,7 @@ class ServerOptions:
     max_concurrent_requests: int | None = None  # None disables the limit
     max_log_len: int = 0  # characters of each prompt in the log
     ssl: bool = False  # the files are in SSL_KEYFILE and SSL_CERTFILE
+    otlp_traces_endpoint: str | None = None  # None makes no traces
 
 
 def _raise_sigterm() -> None:
@@ -70,6 +72,7 @@ class ServerState:
     enable_web_page: bool = True
     max_log_len: int = 0
     created: int = 0
+    tracer: RequestTracer | None = None
 
     @property
     def chat_format(self) -> ChatFormat:

@@ -82,7 +82,7 @@ async def _merge(
 
     async def one(job: Job) -> None:
         try:
-            async with aclosing(metrics.observe(job.stream)) as chunks:
+            async with aclosing(metrics.observe(job.stream, job.progress)) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait((job, chunk))
             queue.put_nowait(None)

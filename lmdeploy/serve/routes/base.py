@@ -17,6 +17,7 @@ from lmdeploy.serve.admission import AdmissionSlot
 from lmdeploy.serve.auth import with_key_salt
 from lmdeploy.serve.errors import ApiError, JsonResponse, client_gone, refusal
 from lmdeploy.serve.http.bodies import check_content_type
+from lmdeploy.serve.http.tracing import RequestSpan
 from lmdeploy.serve.jobs import Job, PreparedRequest, check_size, close_all, collect_all, submit_all
 from lmdeploy.serve.routes.documentation import OF_POST, documented
 from lmdeploy.serve.schema import (
@@ -108,6 +109,11 @@ class Reply(Protocol):
 
     def __init__(self, state: ServerState, request: Any) -> None: ...
 
+    @property
+    def response_id(self) -> str | None:
+        """Return the id of the response. None if it has none."""
+        ...
+
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response without `stream`."""
         ...
@@ -138,31 +144,45 @@ async def respond(request: Request, *, endpoint: Endpoint, body: GeneratingBody)
         check_model(state, endpoint.model(body))
     with ExitStack() as ends:
         slot = ends.enter_context(state.admission.enter())
-        response = await _answer(request, state, endpoint=endpoint, body=body, slot=slot)
+        span = None
+        if state.tracer is not None:
+            span = ends.enter_context(state.tracer.span(request))
+        parts = _Parts(endpoint, endpoint.reply(state, body), slot, span)
+        response = await _answer(request, state, parts=parts, body=body)
         if isinstance(response, SseResponse):
             response.on_end(ends.pop_all().close)
         return response
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What serves one request. `span` is None without a tracer."""
+
+    endpoint: Endpoint
+    reply: Reply
+    slot: AdmissionSlot
+    span: RequestSpan | None
+
+
 async def _answer(
-    request: Request,
-    state: ServerState,
-    *,
-    endpoint: Endpoint,
-    body: GeneratingBody,
-    slot: AdmissionSlot,
+    request: Request, state: ServerState, *, parts: _Parts, body: GeneratingBody
 ) -> Response:
     """Return the response, whole or as events. If the client disconnects, cancel the jobs."""
     jobs: list[Job] = []
+    endpoint, reply = parts.endpoint, parts.reply
+
+    def follow(prepared: PreparedRequest) -> None:
+        if parts.span is not None:
+            parts.span.follow(prepared, jobs, response_id=reply.response_id)
 
     async def start() -> None:
-        jobs.extend(await _start(request, endpoint.prepare(state, body), slot=slot))
+        prepare = endpoint.prepare(state, body)
+        jobs.extend(await _start(request, prepare, slot=parts.slot, follow=follow))
 
     async def answer() -> list[Answer]:
         await start()
         return await collect_all(jobs, state.metrics)
 
-    reply = endpoint.reply(state, body)
     try:
         if body.stream:
             await until_disconnect(request, start())
@@ -193,14 +213,19 @@ async def run_prompts(
 
 
 async def _start(
-    request: Request, prepare: Coroutine[Any, Any, PreparedRequest], *, slot: AdmissionSlot
+    request: Request,
+    prepare: Coroutine[Any, Any, PreparedRequest],
+    *,
+    slot: AdmissionSlot,
+    follow: Callable[[PreparedRequest], None] = lambda prepared: None,
 ) -> list[Job]:
-    """Check a request and submit it to the engine."""
+    """Check a request and submit it to the engine. `follow` is called between the two."""
     state = state_of(request)
     prepared = await prepare
     prompts, config = prepared.prompts, prepared.config
     config.cache_salt = with_key_salt(request, config.cache_salt)
     check_size(prepared, max_tokens=state.engine.max_request_tokens)
+    follow(prepared)
     slot.hold(sum(map(len, prompts)) * config.n)
     if state.max_log_len and logger.isEnabledFor(logging.INFO):
         await asyncio.to_thread(_log_prompts, state, prompts, path=request.url.path)

@@ -157,7 +157,7 @@ class ChatReply:
     def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
         self._state = state
         self._request = request
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.response_id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class ChatReply:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.response_id,
             "object": kind,
             "created": self._created,
             "model": self._state.model_name,

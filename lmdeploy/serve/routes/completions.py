@@ -67,7 +67,7 @@ class CompletionReply:
         self._state = state
         self._request = request
         self._tokenizer = state.engine.loaded.tokenizer
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self.response_id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
@@ -140,7 +140,7 @@ class CompletionReply:
 
     def _head(self) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.response_id,
             "object": "text_completion",
             "created": self._created,
             "model": self._state.model_name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -50,24 +49,41 @@ class EmbeddingsRequest(PoolingRequest):
 @post(router, "/v1/embeddings", body=EmbeddingsRequest, errors=(404,), needs_slot=True)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Return the vector of each text in `input`, of length 1 unless `normalize` is false."""
-    return await _respond(request, body, kind="embedding", field="embedding")
+    return await _respond(request, body, form=("embedding", "embedding"))
 
 
 @post(router, "/pooling", body=PoolingRequest, errors=(404,), needs_slot=True)
 async def pooling(request: Request, body: PoolingRequest) -> Response:
     """Return the vector of each text in `input` as the model computes it."""
-    return await _respond(request, body, kind="pooling", field="data")
+    return await _respond(request, body, form=("pooling", "data"))
 
 
-async def _respond(request: Request, body: PoolingRequest, *, kind: str, field: str) -> Response:
+async def _respond(request: Request, body: PoolingRequest, *, form: tuple[str, str]) -> Response:
+    """Return the vectors. `form` has the type of an item and the field of its vector."""
     state = state_of(request)
     if body.model is not None:
         check_model(state, body.model)
     with state.admission.enter() as slot:
         jobs, answers = await run_prompts(request, _prepare(state, body), slot=slot)
-        return await asyncio.to_thread(
-            lambda: JsonResponse(_reply(state, body, jobs, answers, kind=kind, field=field))
-        )
+        usage = Usage()
+        for job, answer in zip(jobs, answers, strict=True):
+            usage.add(job, answer)
+
+        def reply() -> Response:
+            tokens = usage.body()["prompt_tokens"]
+            return JsonResponse(
+                {
+                    "object": "list",
+                    "data": [
+                        _item(job, answer, body=body, form=form)
+                        for job, answer in zip(jobs, answers, strict=True)
+                    ],
+                    "model": state.model_name,
+                    "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                }
+            )
+
+        return await asyncio.to_thread(reply)
 
 
 async def _prepare(state: ServerState, body: PoolingRequest) -> PreparedRequest:
@@ -90,33 +106,17 @@ async def _prepare(state: ServerState, body: PoolingRequest) -> PreparedRequest:
     return PreparedRequest(prompts, config)
 
 
-def _reply(
-    state: ServerState,
-    body: PoolingRequest,
-    jobs: Sequence[Job],
-    answers: Sequence[Answer],
-    *,
-    kind: str,
-    field: str,
+def _item(
+    job: Job, answer: Answer, *, body: PoolingRequest, form: tuple[str, str]
 ) -> dict[str, Any]:
-    usage = Usage()
-    data = []
-    for job, answer in zip(jobs, answers, strict=True):
-        usage.add(job, answer)
-        if answer.embedding is None:
-            raise RuntimeError("The engine returned no hidden state.")
-        vector = _finish(answer.embedding, body)
-        value: Any = vector.tolist()
-        if body.encoding_format == "base64":
-            value = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        data.append({"object": kind, "index": job.prompt_index, field: value})
-    tokens = usage.body()["prompt_tokens"]
-    return {
-        "object": "list",
-        "data": data,
-        "model": state.model_name,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
+    if answer.embedding is None:
+        raise RuntimeError("The engine returned no hidden state.")
+    vector = _finish(answer.embedding, body)
+    value: Any = vector.tolist()
+    if body.encoding_format == "base64":
+        value = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    kind, field = form
+    return {"object": kind, "index": job.prompt_index, field: value}
 
 
 def _finish(vector: Vector, body: PoolingRequest) -> Vector:

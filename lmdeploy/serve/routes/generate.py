@@ -85,6 +85,8 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
 class GenerateReply:
     """Builds the JSON of one response. In a stream every event contains only the new tokens."""
 
+    response_id = None
+
     def __init__(self, state: ServerState, request: GenerateRequest) -> None:
         self._state = state
         self._request = request

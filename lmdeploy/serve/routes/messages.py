@@ -242,7 +242,7 @@ class MessageReply:
     def __init__(self, state: ServerState, request: MessagesRequest) -> None:
         self._state = state
         self._stops = set(request.stop_sequences or ())
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self.response_id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response without `stream`."""
@@ -279,7 +279,7 @@ class MessageReply:
 
     def _message(self, usage: Usage) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.response_id,
             "type": "message",
             "role": "assistant",
             "model": self._state.model_name,

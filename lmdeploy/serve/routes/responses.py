@@ -271,7 +271,7 @@ class ResponsesReply:
     def __init__(self, state: ServerState, request: ResponsesRequest) -> None:
         self._state = state
         self._request = request
-        self._id = f"resp_{secrets.token_hex(24)}"
+        self.response_id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
         self._output = _Output()
         self._usage = Usage()
@@ -350,7 +350,7 @@ class ResponsesReply:
     def _body(self, status: str) -> dict[str, Any]:
         request, sampling = self._request, self._state.engine.loaded.sampling
         return {
-            "id": self._id,
+            "id": self.response_id,
             "object": "response",
             "created_at": self._created,
             "status": status,

@@ -12,8 +12,10 @@ from lmdeploy import Pipeline
 from lmdeploy.cli.chat import talk
 from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.main import main, make_parser
+from lmdeploy.cli.serve import api_keys
 from lmdeploy.engine.kv_quality import DEFAULT_WINDOW16_TOKENS
 from lmdeploy.serve import server
+from lmdeploy.serve.state import ServerOptions
 
 
 def parse(*flags):
@@ -192,3 +194,23 @@ def test_talk_end_of_input_ends_the_loop():
 
     with Pipeline("fake", engine=make_engine()) as pipeline:
         talk(pipeline, Console(file=io.StringIO()), read=read)
+
+
+def test_api_keys_come_from_the_flag_or_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api_keys(None) == []
+    monkeypatch.setenv("LMDEPLOY_API_KEYS", " first second\n")
+    assert api_keys(None) == ["first", "second"]
+    assert api_keys(["flag"]) == ["flag"]
+    monkeypatch.setenv("LMDEPLOY_API_KEYS", " ")
+    assert "LMDEPLOY_API_KEYS needs at least one key" in refused(capsys, "--dry-run")
+    assert "--api-keys needs at least one key" in refused(capsys, "--dry-run", "--api-keys", "")
+
+
+def test_api_key_of_the_environment_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServerOptions] = []
+    monkeypatch.setenv("LMDEPLOY_API_KEYS", "secret")
+    monkeypatch.setattr(server, "run_server", lambda *_, options, **__: seen.append(options))
+    assert main(["serve", "api_server", "smollm2"]) == 0
+    assert seen[0].api_keys == ["secret"]

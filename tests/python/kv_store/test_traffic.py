@@ -58,11 +58,11 @@ class Cache:
     def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
         return 4 * len(self.blocks)
 
-    def export_prefix(self, tokens: Sequence[int], first: int, salt: bytes) -> list[list[bytes]]:
+    def export_prefix(self, tokens: Sequence[int], *, first: int, salt: bytes) -> list[list[bytes]]:
         return self.blocks[first:]
 
     def import_prefix(
-        self, tokens: Sequence[int], first: int, blocks: list[list[bytes]], salt: bytes
+        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
     ) -> int:
         assert first == len(self.blocks)
         if any(b"bad" in block for block in blocks):
@@ -80,7 +80,7 @@ def connect(store: MemoryStore, secret: bytes = b"secret") -> PrefixTraffic:
 def full_store() -> MemoryStore:
     store = MemoryStore()
     traffic = connect(store)
-    traffic.offer(Cache(4), TOKENS, SALT)
+    traffic.offer(Cache(4), TOKENS, salt=SALT)
     assert traffic.drain(10)
     assert (traffic.stats.written_blocks, len(store.values)) == (4, 4)
     traffic.close()
@@ -91,12 +91,12 @@ def test_a_prefix_written_by_one_process_is_read_by_another(full_store: MemorySt
     traffic = connect(full_store)
     for have, want in ((0, 4), (2, 2), (4, 0)):
         cache = Cache(have)
-        assert traffic.fetch(cache, TOKENS, SALT) == want
+        assert traffic.fetch(cache, TOKENS, salt=SALT) == want
         assert cache.blocks == Cache(4).blocks
     assert (traffic.stats.hits, traffic.stats.misses) == (6, 0)
-    assert traffic.fetch(Cache(), TOKENS[:16], SALT) == 3  # the last token is always computed
-    assert traffic.fetch(Cache(), TOKENS, b"\1" * 16) == 0
-    assert traffic.fetch(Cache(), [5, *TOKENS[1:]], SALT) == 0
+    assert traffic.fetch(Cache(), TOKENS[:16], salt=SALT) == 3  # the last token is always computed
+    assert traffic.fetch(Cache(), TOKENS, salt=b"\1" * 16) == 0
+    assert traffic.fetch(Cache(), [5, *TOKENS[1:]], salt=SALT) == 0
     assert traffic.stats.misses == 2
     traffic.close()
 
@@ -104,32 +104,32 @@ def test_a_prefix_written_by_one_process_is_read_by_another(full_store: MemorySt
 def test_a_block_is_written_once_and_again_with_its_late_copy(full_store: MemoryStore) -> None:
     traffic = connect(full_store)
     cache = Cache(4)
-    assert traffic.fetch(Cache(), TOKENS, SALT) == 4
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 4
     before = full_store.num_calls
-    traffic.offer(cache, TOKENS, SALT)
+    traffic.offer(cache, TOKENS, salt=SALT)
     assert traffic.drain(10)
     assert full_store.num_calls == before  # what was read is known
     cache.blocks[3] = [b"3", b"late"]
     cache.blocks.append([b"4", b""])
-    traffic.offer(cache, [*TOKENS, 17, 18, 19], SALT)
+    traffic.offer(cache, [*TOKENS, 17, 18, 19], salt=SALT)
     assert traffic.drain(10)
     assert traffic.stats.written_blocks == 2
     traffic.close()
     fresh = Cache()
     reader = connect(full_store)
-    assert reader.fetch(fresh, [*TOKENS, 17, 18, 19, 20], SALT) == 5
+    assert reader.fetch(fresh, [*TOKENS, 17, 18, 19, 20], salt=SALT) == 5
     assert fresh.blocks == cache.blocks
     reader.close()
 
 
 def test_foreign_and_damaged_values_are_misses(full_store: MemoryStore) -> None:
     forger = connect(full_store, b"another")
-    assert forger.fetch(Cache(), TOKENS, SALT) == 0
+    assert forger.fetch(Cache(), TOKENS, salt=SALT) == 0
     forger.close()
     traffic = connect(full_store)
     names = BlockKeys(b"secret", {}, block_tokens=4).names(TOKENS, SALT)
     full_store.values[names[2]] = full_store.values[names[1]]  # sealed for another name
-    assert traffic.fetch(Cache(), TOKENS, SALT) == 2
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 2
     assert (traffic.stats.rejected, traffic.stats.misses) == (1, 1)
     traffic.close()
 
@@ -138,9 +138,9 @@ def test_blocks_that_the_engine_refuses_are_counted() -> None:
     store, cache = MemoryStore(), Cache(2)
     cache.blocks[1] = [b"bad"]
     traffic = connect(store)
-    traffic.offer(cache, TOKENS, SALT)
+    traffic.offer(cache, TOKENS, salt=SALT)
     assert traffic.drain(10)
-    assert traffic.fetch(Cache(), TOKENS, SALT) == 0
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 0
     assert traffic.stats.rejected == 1
     traffic.close()
 
@@ -149,8 +149,8 @@ def test_a_store_that_is_down_is_left_alone_for_a_while(full_store: MemoryStore)
     traffic = connect(full_store)
     full_store.fails, full_store.num_calls = True, 0
     for _ in range(5):
-        assert traffic.fetch(Cache(), TOKENS, SALT) == 0
-        traffic.offer(Cache(4), TOKENS, SALT)
+        assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 0
+        traffic.offer(Cache(4), TOKENS, salt=SALT)
     assert traffic.drain(10)
     assert full_store.num_calls == 1
     assert traffic.stats.errors == 1
@@ -161,11 +161,11 @@ def test_reading_stops_when_computing_would_be_faster(full_store: MemoryStore) -
     traffic = connect(full_store)
     full_store.seconds = 0.02
     traffic.note_prompt(400, 0.001)  # ten microseconds a block
-    assert traffic.fetch(Cache(), TOKENS, SALT) == 1
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 1
     traffic.close()
     patient = connect(full_store)
     patient.note_prompt(4, 10.0)
-    assert patient.fetch(Cache(), TOKENS, SALT) == 4
+    assert patient.fetch(Cache(), TOKENS, salt=SALT) == 4
     patient.close()
 
 
@@ -175,7 +175,7 @@ def test_many_prefixes_at_once_do_not_wait_for_the_store() -> None:
     traffic = connect(store)
     begin = time.monotonic()
     for i in range(2000):
-        traffic.offer(Cache(1), [i] * 5, SALT)
+        traffic.offer(Cache(1), [i] * 5, salt=SALT)
     assert time.monotonic() - begin < 5
     traffic.close()
     assert len(store.values) < 2000
