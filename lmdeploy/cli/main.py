@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from lmdeploy.base.logs import LOG_FORMAT
 from lmdeploy.chat.formats.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_names
 from lmdeploy.cli.engine_flags import OneLineParser, add_common_flags, fail
+from lmdeploy.cli.kv_store import add_kv_store_commands
 from lmdeploy.cli.lite import add_lite_commands
 from lmdeploy.version import __version__
 
@@ -30,6 +31,9 @@ def make_parser() -> argparse.ArgumentParser:
     api_server.set_defaults(run=_api_server)
     add_lite_commands(
         commands.add_parser("lite", help="calibrate the KV cache and choose its formats")
+    )
+    add_kv_store_commands(
+        commands.add_parser("kv-store", help="show or empty a store of KV blocks")
     )
     check_env = commands.add_parser("check_env", help="show the installation and the hardware")
     check_env.add_argument("--dump-file", default=None, help="also write the report to this file")

@@ -116,6 +116,29 @@ class _EngineCollector(Collector):
         yield self._clipped(stats)
         yield self._cache_info()
         yield self._vllm_cache_info(stats)
+        yield from self._store()
+
+    def _store(self) -> Iterator[Metric]:
+        """Yield the counts of the store of KV blocks, if there is one."""
+        traffic = self._engine.loaded.kv_traffic
+        if traffic is None:
+            return
+        stats = traffic.stats
+        for name, text, value in (
+            ("hits", "Blocks read from the KV store.", stats.hits),
+            ("misses", "Blocks that the KV store did not have.", stats.misses),
+            ("rejected", "Values of the KV store that were not authentic.", stats.rejected),
+            ("errors", "Errors of the KV store, after each of which it rests.", stats.errors),
+            ("written_blocks", "Blocks written to the KV store.", stats.written_blocks),
+            ("read_bytes", "Bytes read from the KV store.", stats.read_bytes),
+            ("written_bytes", "Bytes written to the KV store.", stats.written_bytes),
+            ("read_seconds", "Seconds for which prompts waited.", stats.read_seconds),
+        ):
+            counter = CounterMetricFamily(
+                f"lmdeploy:kv_store_{name}_total", text, labels=["model_name"]
+            )
+            counter.add_metric(self._labels, value)
+            yield counter
 
     def _clipped(self, stats: _turbomind.EngineStats) -> Metric:
         """Return the number of clipped values for each kind of attention (label `group`)."""

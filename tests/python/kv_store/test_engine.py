@@ -15,6 +15,7 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
 from lmdeploy.kv_store.blocks import KvBlocks
 from lmdeploy.response import Response, join_pieces
+from lmdeploy.serve.metrics import ServerMetrics
 
 NUM_TOKENS = 400
 WINDOWED = next(tiny for tiny in TINY_MODELS if tiny.config_values().get("sliding_window"))
@@ -136,6 +137,9 @@ def test_a_prompt_survives_a_restart(folder: str, name: str, url: str, tmp_path:
         assert got.cached_tokens > 0
         assert_equal(got, wanted)
         pipe.engine.loaded.cpp_engine.check_integrity()
+        shown = ServerMetrics(pipe.engine, "m").text().decode()
+        hits = f'lmdeploy:kv_store_hits_total{{model_name="m"}} {float(traffic.stats.hits)}'
+        assert hits in shown
 
 
 def test_another_salt_or_secret_shares_nothing(folder: str, tmp_path: Path) -> None:
