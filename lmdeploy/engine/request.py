@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmdeploy.base.checks import ContextLengthError, OptionError, flag_of
 from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.text import TextDecoder
-from lmdeploy.chat.grammar import Grammars, grammar_text, response_grammar
+from lmdeploy.chat.grammar import Grammars, TokenMask, grammar_text, response_grammar
 from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class RequestMaker:
         self._config = config
         self._start = start
         self._constrained = is_constrained(config)
+        # With tools, an answer is either calls or the content that response_format describes.
+        has_tools = start is not None and start.tool_use is not None
+        self._is_content_only = self._constrained and not has_tools
 
     def make(self, prompt_ids: list[int], *, grammars: Grammars, max_tokens: int) -> RequestParts:
         """Return the request of a prompt, without its id and its sampling options.
@@ -53,7 +56,7 @@ class RequestMaker:
         wrong.
         """
         loaded, config, start = self._loaded, self._config, self._start
-        if start is not None and self._constrained:
+        if start is not None and self._is_content_only:
             prefix = loaded.chat_format.constrained_prefix()
             prompt_ids = [*prompt_ids, *prefix] if prefix else prompt_ids
         num_new = min(config.max_new_tokens, 1)
@@ -81,11 +84,21 @@ class RequestMaker:
         request.cache_salt = salt_bytes(config.cache_salt)
         grammar = self._grammar()
         if grammar is not None:
-            field = "response_format" if self._constrained else "tools"
-            request.token_mask = grammars.token_mask(grammar, field=field)
+            request.token_mask = self._token_mask(grammar, grammars)
         decoder = self._decoder()
         answer = self._answer_text(decoder, plain_words=plain_words, special_words=special_words)
         return RequestParts(request, prompt_ids, answer, decoder)
+
+    def _token_mask(self, grammar: str, grammars: Grammars) -> TokenMask:
+        """Return the callback of a grammar. Raise OptionError at the field that is wrong."""
+        if self._is_content_only:
+            return grammars.token_mask(grammar, field="response_format")
+        response = grammar_text(self._config.response_format or {"type": "text"})
+        if response is not None:
+            grammars.token_mask(
+                response, field="response_format"
+            )  # checks the response apart from the tools
+        return grammars.token_mask(grammar, field="tools")
 
     def _grammar(self) -> str | None:
         """Return the grammar of the answer, or None if it is free."""
@@ -101,7 +114,7 @@ class RequestMaker:
             tokenizer = self._loaded.tokenizer
             return TextDecoder(TokenDetokenizer(tokenizer, skip_special, begins_text=False))
         return self._loaded.chat_format.decoder(
-            self._start, skip_special=skip_special, constrained=self._constrained
+            self._start, skip_special=skip_special, constrained=self._is_content_only
         )
 
     def _answer_text(

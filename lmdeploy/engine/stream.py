@@ -10,6 +10,7 @@ from typing import Any
 
 from lmdeploy.chat.formats.base import AnswerDecoder
 from lmdeploy.chat.stop_words import SpecialTokenStopFilter
+from lmdeploy.chat.tool_calls import join_tool_calls
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.response import FinishReason, Response
 
@@ -133,7 +134,7 @@ class RequestStream:
             error_code=_error_code(output) if reason == "error" else None,
             error_message=output.error if reason == "error" else None,
             reasoning_content=aside.reasoning or None,
-            tool_calls=aside.tool_calls or None,
+            tool_calls=join_tool_calls(aside.tool_calls) or None,
             stop_word=self._answer.stop_word if reason is not None else None,
         )
 

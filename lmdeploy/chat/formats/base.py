@@ -163,8 +163,9 @@ class ChatFormat(Protocol):
     def grammar(self, start: AnswerStart, response: dict[str, Any] | None) -> str | None:
         """Return the grammar of an answer in llguidance's notation; None leaves it free.
 
-        `response` is the grammar of a `response_format` (see chat/grammar.py) or None. Raise
-        OptionError for tools that the format cannot enforce.
+        `response` is the grammar of a `response_format` (see chat/grammar.py) or None. If there are
+        tools, too, the answer is either the response or calls; required calls exclude the response.
+        Raise OptionError for tools that the format cannot enforce.
         """
         ...
 
@@ -174,7 +175,7 @@ class ChatFormat(Protocol):
         """Return a decoder for one answer.
 
         skip_special: leave special tokens out of the content.
-        constrained: the content follows a `response_format`.
+        constrained: the answer is only content that follows a `response_format`.
         """
         ...
 

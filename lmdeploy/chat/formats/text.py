@@ -125,16 +125,19 @@ class TextFormat:
         return []
 
     def grammar(self, start: AnswerStart, response: dict[str, Any] | None) -> str | None:
-        """Return the grammar of the reasoning, followed by that of the response or of the calls."""
+        """Return the grammar of the reasoning, followed by that of the response or of calls."""
         grammar = AnswerGrammar(self.tokenizer)
-        if response is not None:
-            answer = grammar.embed(response)
-        elif self.tools is not None and start.tool_use is not None:
-            if not start.tool_use.is_constrained:
-                return None
-            answer = self.tools.grammar(start.tool_use, grammar)
-        else:
+        tool_use = None if self.tools is None else start.tool_use
+        if response is None and (tool_use is None or not tool_use.is_constrained):
             return None
+        answers = []
+        if response is not None and (tool_use is None or not tool_use.is_required):
+            answers.append(grammar.embed(response))
+        if self.tools is not None and tool_use is not None:
+            if response is not None:
+                tool_use = replace(tool_use, is_required=True)
+            answers.append(self.tools.grammar(tool_use, grammar))
+        answer = grammar.rule(" | ".join(answers)) if len(answers) > 1 else answers[0]
         before = "" if self.reasoning is None else self.reasoning.grammar(start, grammar)
         return grammar.text(f"{before} {answer}")
 

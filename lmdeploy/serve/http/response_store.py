@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,15 +29,13 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps responses in memory. The oldest are removed where a bound is exceeded.
-
-    Only the server's event loop may use it.
-    """
+    """Keeps responses in memory. The oldest are removed where a bound is exceeded. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: OrderedDict[str, tuple[float, int, StoredResponse]] = OrderedDict()
         self.num_bytes = 0
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,22 +43,25 @@ class ResponseStore:
     def add(self, response: StoredResponse) -> None:
         """Keep a response under its id, unless it exceeds the bounds alone."""
         size = len(json_bytes(response.body)) + len(json_bytes(list(response.messages)))
-        self._entries[response.body["id"]] = (self._clock(), size, response)
-        self.num_bytes += size
-        self._prune()
+        with self._lock:
+            self._entries[response.body["id"]] = (self._clock(), size, response)
+            self.num_bytes += size
+            self._prune()
 
     def get(self, response_id: str, *, owner: str) -> StoredResponse | None:
         """Return a response of `owner`, or None."""
-        self._prune()
-        found = self._entries.get(response_id)
+        with self._lock:
+            self._prune()
+            found = self._entries.get(response_id)
         return found[2] if found is not None and found[2].owner == owner else None
 
     def remove(self, response_id: str, *, owner: str) -> bool:
         """Remove a response of `owner`. Return whether there was one."""
-        if self.get(response_id, owner=owner) is None:
-            return False
-        self.num_bytes -= self._entries.pop(response_id)[1]
-        return True
+        with self._lock:
+            if self.get(response_id, owner=owner) is None:
+                return False
+            self.num_bytes -= self._entries.pop(response_id)[1]
+            return True
 
     def _prune(self) -> None:
         oldest = self._clock() - MAX_AGE_SECONDS

@@ -48,10 +48,35 @@ def _card(state: ServerState) -> dict[str, Any]:
     }
 
 
+def _anthropic_card(state: ServerState) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": state.model_name,
+        "display_name": state.model_name,
+        "created_at": "1970-01-01T00:00:00Z",
+        "max_input_tokens": state.engine.max_request_tokens,
+        "max_tokens": state.engine.max_request_tokens,
+    }
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Return whether a request comes from a client of Anthropic's API, whose paths are the same."""
+    return "anthropic-version" in request.headers
+
+
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """List the served model."""
+    """List the served model, in Anthropic's form for requests with `anthropic-version`."""
+    if _is_anthropic(request):
+        return await anthropic_models(request)
     return {"object": "list", "data": [_card(state_of(request))]}
+
+
+@router.get("/anthropic/v1/models", responses=documented())
+async def anthropic_models(request: Request) -> dict[str, Any]:
+    """Return the served model in Anthropic's form."""
+    card = _anthropic_card(state_of(request))
+    return {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
 
 
 @router.get("/v1/models/{name:path}", responses=documented(404))
@@ -59,7 +84,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     """Return the served model. `name` may contain slashes."""
     state = state_of(request)
     check_model(state, name)
-    return _card(state)
+    return _anthropic_card(state) if _is_anthropic(request) else _card(state)
 
 
 @router.get("/metrics", response_class=Response, responses=_METRICS)

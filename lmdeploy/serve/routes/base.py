@@ -245,7 +245,7 @@ def check_model(state: ServerState, name: str) -> None:
     """Raise ApiError 404 if `name` is not the served model."""
     if name != state.model_name:
         message = f"model is {name[:100]!r}. It must be {state.model_name!r}."
-        raise ApiError(404, message, param="model")
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _render(

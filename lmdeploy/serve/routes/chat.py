@@ -205,11 +205,12 @@ class ChatReply:
     @staticmethod
     def _message(answer: Answer) -> dict[str, Any]:
         calls = [_call_body(call) for call in answer.tool_calls or []]
-        return {
+        message: dict[str, Any] = {
             "content": answer.text or (None if calls else ""),
             "reasoning_content": answer.reasoning_content,
-            "tool_calls": calls or None,
+            "annotations": [],
         }
+        return {**message, "tool_calls": calls} if calls else message
 
     def _delta(self, piece: Answer) -> dict[str, Any]:
         delta: dict[str, Any] = {}

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_chat
 from lmdeploy.chat.tool_calls import check_tool_use
-from lmdeploy.engine.request import is_constrained
 from lmdeploy.serve.jobs import PreparedRequest
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import SamplingFields
@@ -56,7 +54,4 @@ async def prepare_conversation(
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
     config = make_config(fields, limits, model_defaults=state.engine.loaded.sampling, room=room)
-    if is_constrained(config) and tool_use is not None and tool_use.is_constrained:
-        reason = "cannot be combined with required or strict tool calls. Remove one of them."
-        raise OptionError("response_format", reason)
     return PreparedRequest([ids], config, start=start)

@@ -20,7 +20,7 @@ from lmdeploy.serve.errors import ERROR_FORMS, ApiError, JsonResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.routes.base import Endpoint, check_model, post, respond, state_of
 from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
-from lmdeploy.serve.routes.documentation import ERROR_MODELS, documented
+from lmdeploy.serve.routes.documentation import ERROR_MODELS
 from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import ApiRequest, Flag, Objects, SamplingFields, Texts
 from lmdeploy.serve.state import ServerState
@@ -48,6 +48,7 @@ class MessageFields(ApiRequest):
     tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class MessagesRequest(MessageFields):
@@ -69,23 +70,29 @@ class MessagesRequest(MessageFields):
             top_k=self.top_k,
             top_p=self.top_p,
             stop=self.stop_sequences,
-            response_format=_response_format(self.output_format),
+            response_format=_response_format(
+                self.output_format or (self.output_config or {}).get("format")
+            ),
         )
 
 
-def _response_format(output_format: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(output_format: Any) -> dict[str, Any] | None:
     """Return OpenAI's form of an output format."""
     if output_format is None:
         return None
-    if output_format.get("type") != "json_schema":
-        raise refuse("output_format.type", output_format.get("type"), wanted="json_schema")
+    kind = output_format.get("type") if isinstance(output_format, dict) else output_format
+    if kind != "json_schema":
+        raise refuse("output_format.type", kind, wanted="json_schema")
     return {"type": "json_schema", "json_schema": {"schema": output_format.get("schema")}}
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the JSON object of an error in Anthropic's form."""
     kind = _ERROR_TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": " ".join(error.message.split())}}
+    message = " ".join(error.message.split())
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # clients recognize an overflow by these words
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 _EVENTS = EventForm(error_body, is_named=True)
@@ -115,14 +122,24 @@ def conversation_of(request: MessageFields) -> Conversation:
     for index, message in enumerate(request.messages):
         messages += _messages_of(f"messages[{index}]", message)
     choice = request.tool_choice or {"type": "auto"}
-    thinking = request.thinking.get("type") if request.thinking else None
     return Conversation(
         messages,
         tools=_tools(request.tools or []),
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-        options={} if thinking is None else {"enable_thinking": thinking != "disabled"},
+        options=_template_options(request),
     )
+
+
+def _template_options(request: MessageFields) -> dict[str, Any]:
+    """Return the variables of the chat template."""
+    options: dict[str, Any] = {}
+    if request.thinking:
+        options["enable_thinking"] = request.thinking.get("type") != "disabled"
+    effort = (request.output_config or {}).get("effort")
+    if effort is not None:
+        options["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
+    return options
 
 
 def _messages_of(name: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -253,7 +270,7 @@ class MessageReply:
             thinking = answer.reasoning_content
             blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
         if answer.text:
-            blocks.append({"type": "text", "text": answer.text})
+            blocks.append(_text_block(answer.text))
         blocks += [
             {**_call_block(call), "input": _arguments(call)} for call in answer.tool_calls or []
         ]
@@ -285,18 +302,25 @@ class MessageReply:
             "model": self._state.model_name,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
             "usage": _usage(usage),
         }
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     body = usage.body()
     cached = body["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": body["prompt_tokens"] - cached,
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
+        "cache_creation": None,
         "output_tokens": body["completion_tokens"],
+        "output_tokens_details": None,
+        "server_tool_use": None,
+        "service_tier": None,
+        "inference_geo": None,
     }
 
 
@@ -309,8 +333,13 @@ def _stop(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": []}
+
+
 def _call_block(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
+    block = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
+    return {**block, "caller": {"type": "direct"}}
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
@@ -332,7 +361,7 @@ def _block_events(piece: Answer, block: _OpenBlock) -> Iterator[EventJson]:
         yield _delta(block, delta)
     if piece.text:
         if block.kind != "text":
-            yield from _open(block, "text", empty={"type": "text", "text": ""})
+            yield from _open(block, "text", empty=_text_block(""))
         yield _delta(block, {"type": "text_delta", "text": piece.text})
     for call in piece.tool_calls or []:
         if block.kind != "tool_use" or block.call != call.index:
@@ -398,16 +427,3 @@ async def count_tokens(request: Request, body: MessageFields) -> Response:
             template_options=conversation.options,
         )
     return JsonResponse({"input_tokens": len(prompt.ids)})
-
-
-@router.get("/anthropic/v1/models", responses=documented())
-async def anthropic_models(request: Request) -> dict[str, Any]:
-    """Return the served model in Anthropic's form."""
-    name = state_of(request).model_name
-    model = {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": "1970-01-01T00:00:00Z",
-    }
-    return {"data": [model], "has_more": False, "first_id": name, "last_id": name}

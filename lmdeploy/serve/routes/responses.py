@@ -14,21 +14,25 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, PrivateAttr
 
 from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response
 from lmdeploy.serve.http.response_store import StoredResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
+from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond, state_of
 from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
 from lmdeploy.serve.routes.documentation import documented
 from lmdeploy.serve.sampling import Limits
-from lmdeploy.serve.schema import Objects, SamplingFields
+from lmdeploy.serve.schema import Objects, SamplingFields, Texts
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
 router = APIRouter()
 
 Item = dict[str, Any]
+_LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+_EMPTY_TOOL: Item = {"description": None, "parameters": None, "strict": None}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -48,6 +52,11 @@ class ResponsesRequest(SamplingFields):
     text: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     background: bool | None = False
+    include: Texts | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tool_calls: int | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     _owner: str = PrivateAttr(default="")  # set by the route
     _messages: list[dict[str, Any]] = PrivateAttr(default_factory=list)
 
@@ -58,6 +67,15 @@ class ResponsesRequest(SamplingFields):
         if not isinstance(effort, (str, type(None))):
             raise refuse("reasoning.effort", effort, wanted="a string")
         return effort
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many log probabilities each position has besides the token's own.
+
+        None means that the response has none.
+        """
+        wanted = self.top_logprobs or _LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
 
 
 # Requests.
@@ -166,7 +184,7 @@ async def prepare_response(state: ServerState, request: ResponsesRequest) -> Pre
     )
     response_format = _response_format(request.text) or request.response_format
     fields = request.model_copy(update={"response_format": response_format})
-    limits = Limits(max_new_tokens=request.max_output_tokens)
+    limits = Limits(max_new_tokens=request.max_output_tokens, logprobs=request.num_logprobs)
     return await prepare_conversation(state, conversation, fields=fields, limits=limits)
 
 
@@ -186,13 +204,18 @@ def _previous(state: ServerState, request: ResponsesRequest) -> StoredResponse:
 
 @dataclass
 class _Output:
-    """The output items of a response so far."""
+    """The output items of a response so far.
+
+    The next text of a message gets the pending log probabilities, which cover all tokens.
+    """
 
     items: list[Item] = field(default_factory=list)
     is_open: bool = False  # the last item may still grow
+    pending: list[Item] = field(default_factory=list)
 
-    def add(self, piece: Answer) -> Iterator[EventJson]:
-        """Add a chunk. Yield its events without their numbers."""
+    def add(self, piece: Answer, logprobs: Sequence[Item] = ()) -> Iterator[EventJson]:
+        """Add a chunk and its log probabilities. Yield its events without their numbers."""
+        self.pending += logprobs
         if piece.reasoning_content:
             yield from self._add_text("reasoning", piece.reasoning_content)
         if piece.text:
@@ -217,8 +240,15 @@ class _Output:
             yield self._event("content_part.added", content_index=0, part=part)
             self.items[-1]["content"] = [{**part}]
         self.items[-1]["content"][0]["text"] += text
-        also: Item = {"logprobs": []} if kind == "message" else {}
+        also: Item = {"logprobs": self._take_logprobs()} if kind == "message" else {}
         yield self._event(f"{_name(kind)}.delta", content_index=0, delta=text, **also)
+
+    def _take_logprobs(self) -> list[Item]:
+        """Add the pending log probabilities to the open message, and return them."""
+        taken, self.pending = self.pending, []
+        part = self.items[-1]["content"][0]
+        part["logprobs"] = [*part["logprobs"], *taken]
+        return taken
 
     def _open(self, item: Item) -> Iterator[EventJson]:
         self.is_open = True
@@ -237,8 +267,10 @@ class _Output:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("function_call_arguments.done", **done)
         else:
-            part = item["content"][0]
-            more: Item = {"logprobs": []} if item["type"] == "message" else {}
+            part, more = item["content"][0], {}
+            if item["type"] == "message":
+                self._take_logprobs()
+                more = {"logprobs": part["logprobs"]}
             name = f"{_name(item['type'])}.done"
             yield self._event(name, content_index=0, text=part["text"], **more)
             yield self._event("content_part.done", content_index=0, part=part)
@@ -279,7 +311,7 @@ class ResponsesReply:
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of a response without `stream`."""
         self._usage.add(jobs[0], answers[0])
-        for _ in self._output.add(answers[0]):
+        for _ in self._output.add(answers[0], self._logprobs(answers[0])):
             pass
         return self._finish(answers[0], list(self._output.close(_status(answers[0]))))
 
@@ -294,7 +326,7 @@ class ResponsesReply:
 
         def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
             self._usage.add(job, piece)
-            events = list(self._output.add(piece))
+            events = list(self._output.add(piece, self._logprobs(piece)))
             if piece.finish_reason is not None:
                 events += self._output.close(_status(piece))
                 body = self._finish(piece, events)
@@ -313,6 +345,17 @@ class ResponsesReply:
         ]
         form = EventForm(failed, is_named=True)
         return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, form=form)
+
+    def _logprobs(self, piece: Answer) -> list[Item]:
+        if self._request.num_logprobs is None:
+            return []
+        found: list[Item] = chat_logprobs(
+            self._state.engine.loaded.tokenizer,
+            piece.token_ids,
+            logprobs=piece.logprobs or [],
+            num_top=self._request.num_logprobs,
+        )["content"]
+        return found
 
     def _finish(self, answer: Answer, events: list[EventJson]) -> dict[str, Any]:
         """Return the body of the complete response, and store it unless `store` is false.
@@ -353,23 +396,31 @@ class ResponsesReply:
             "id": self.response_id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,
+            "frequency_penalty": request.frequency_penalty or 0.0,
             "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
             "metadata": request.metadata or {},
             "model": self._state.model_name,
             "output": self._output.items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "presence_penalty": request.presence_penalty or 0.0,
             "previous_response_id": request.previous_response_id,
+            "prompt_cache_key": request.prompt_cache_key,
             "reasoning": {"effort": request.effort, "summary": None},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
             "store": request.store is not False,
             "temperature": _or(request.temperature, sampling["temperature"]),
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": [{**_EMPTY_TOOL, **tool} for tool in request.tools or []],
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": _or(request.top_p, sampling["top_p"]),
             "truncation": "disabled",
             "usage": None,

@@ -49,6 +49,7 @@ def check(message: anthropic.types.Message) -> None:
     assert (thinking.type, text.type, call.type) == ("thinking", "text", "tool_use")
     assert (thinking.thinking, text.text) == ("Hm.", "I look.")  # type: ignore[union-attr]
     assert (call.name, call.input) == ("get_weather", {"city": "Paris"})  # type: ignore[union-attr]
+    assert text.citations == [] and call.caller == anthropic.types.DirectCaller(type="direct")  # type: ignore[union-attr]
     assert message.stop_reason == "tool_use" and message.id.startswith("msg_")
     assert message.usage.input_tokens > 10 and message.usage.output_tokens > 40
 
@@ -153,9 +154,36 @@ def test_messages_errors_have_the_form_of_the_api(
     assert text in body["error"]["message"]
 
 
-def test_messages_models_are_listed(url: str) -> None:
+def test_messages_models_are_listed(url: str, client: anthropic.Anthropic) -> None:
     listed = httpx.get(f"{url}/anthropic/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["m"]
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("m", "model", "m")
+    assert client.models.retrieve("m") == model
+
+
+def test_messages_overflow_is_recognized_by_its_words(client: anthropic.Anthropic) -> None:
+    ask = {**ASK, "messages": [{"role": "user", "content": "word " * 20_000}]}
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* 8192 tokens"):
+        client.messages.create(**ask)
+
+
+def test_messages_output_config_is_a_grammar_and_an_effort(
+    client: anthropic.Anthropic, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars: list[str] = []
+    monkeypatch.setattr(
+        "lmdeploy.chat.grammar.Grammars.token_mask",
+        lambda _, text, *, field: grammars.append(text),
+    )
+    schema = {"type": "object", "properties": {"x": {"const": "unusual"}}}
+    form: Any = {"type": "json_schema", "schema": schema}
+    client.messages.create(**ASK, output_config={"format": form, "effort": "low"})
+    assert len(grammars) == 1 and "unusual" in grammars[0]
+    for wrong in ({"type": "xml"}, 3):
+        body = {**ASK, "output_config": {"format": wrong}}
+        error = httpx.post(f"{url}/v1/messages", json=body).json()["error"]
+        assert error["type"] == "invalid_request_error" and "json_schema" in error["message"]
 
 
 def test_messages_key_is_read_from_its_own_header() -> None:

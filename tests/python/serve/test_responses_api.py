@@ -130,6 +130,36 @@ def test_responses_text_format_is_a_grammar(
     assert len(grammars) == 1 and "unusual" in grammars[0]
 
 
+def test_responses_logprobs_cover_all_tokens_whole_and_streamed(client: openai.OpenAI) -> None:
+    ask: Any = {"model": "m", "input": "Weather?", "tools": [TOOL], "top_logprobs": 2}
+    ask["include"] = ["message.output_text.logprobs"]
+    whole = client.responses.create(**ask)
+    message = whole.output[1]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    logprobs = message.content[0].logprobs
+    assert logprobs and "I look." in "".join(entry.token for entry in logprobs)
+    assert all(entry.top_logprobs for entry in logprobs)
+    events = list(client.responses.create(**ask, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "I look." in "".join(entry.token for delta in deltas for entry in delta.logprobs)
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    tokens = [entry.token for entry in done.logprobs]
+    assert tokens == [entry.token for entry in logprobs][: len(tokens)]
+
+
+def test_responses_body_repeats_the_request_and_has_every_field(url: str) -> None:
+    tool: Any = {"type": "function", "name": "f"}
+    ask: Any = {"max_tool_calls": 3, "safety_identifier": "s", "prompt_cache_key": "k"}
+    body = {"model": "m", "input": "Weather?", "tools": [tool], **ask}
+    made = httpx.post(f"{url}/v1/responses", json=body).json()
+    assert {name: made[name] for name in ask} == ask
+    assert made["completed_at"] >= made["created_at"]
+    assert made["tools"] == [{**tool, "description": None, "parameters": None, "strict": None}]
+    for name in ("presence_penalty", "frequency_penalty", "top_logprobs"):
+        assert made[name] == 0
+    assert made["service_tier"] == "default"
+
+
 @pytest.mark.parametrize(
     ("change", "param", "text"),
     [

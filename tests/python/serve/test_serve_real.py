@@ -102,6 +102,22 @@ def test_chat_json_schema_gives_valid_json(client):
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
 
 
+def test_chat_streamed_call_has_one_part_per_chunk(client):
+    function = {"name": "add_person", "parameters": SCHEMA}
+    stream = client.chat.completions.create(
+        model="m",
+        messages=PARIS,
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "add_person"}},
+        temperature=0,
+        stream=True,
+    )
+    parts = [chunk.choices[0].delta.tool_calls or [] for chunk in stream]
+    assert max(map(len, parts)) == 1  # clients such as Instructor read only the first
+    arguments = "".join(part[0].function.arguments for part in parts if part)
+    assert set(json.loads(arguments)) == {"name", "age"}
+
+
 def test_chat_regex_is_followed_and_bad_grammars_receive_400(url):
     def ask(response_format):
         body = {"model": "m", "messages": PARIS, "response_format": response_format}

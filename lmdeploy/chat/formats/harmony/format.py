@@ -76,12 +76,13 @@ class HarmonyFormat:
 
     def grammar(self, start: AnswerStart, response: dict[str, Any] | None) -> str | None:
         """Return the grammar of the response, or of messages with calls that fit their schemas."""
-        grammar = AnswerGrammar(self.tokenizer)
-        if response is not None:
-            return grammar.text(grammar.embed(response))
-        if start.tool_use is None or not start.tool_use.is_constrained:
+        grammar, tool_use = AnswerGrammar(self.tokenizer), start.tool_use
+        if tool_use is None:
+            return None if response is None else grammar.text(grammar.embed(response))
+        if response is None and not tool_use.is_constrained:
             return None
-        return grammar.text(_call_messages(start.tool_use, grammar))
+        content = None if response is None else grammar.embed(response)
+        return grammar.text(_call_messages(tool_use, grammar, content=content))
 
     def decoder(
         self, start: AnswerStart, *, skip_special: bool, constrained: bool
@@ -98,10 +99,12 @@ class HarmonyFormat:
         raise _excluded(parser.names[0])
 
 
-def _call_messages(tool_use: ToolUse, grammar: AnswerGrammar) -> str:
+def _call_messages(tool_use: ToolUse, grammar: AnswerGrammar, *, content: str | None) -> str:
     """Return the expression of messages that end with a call.
 
     A message without a recipient may come before it. Without a required call, one may also be last.
+    `content` is the expression of a message in the channel `final`, which is then last. None allows
+    any text there.
     """
 
     def message(channels: str) -> str:
@@ -118,6 +121,10 @@ def _call_messages(tool_use: ToolUse, grammar: AnswerGrammar) -> str:
     if tool_use.is_required:
         thoughts = message('("analysis" | "commentary")')
         return f"({thoughts} {again}){{0,2}} {call}"
+    if content is not None:
+        thoughts = message('"analysis"')  # text in the channel `commentary` would be content
+        final = f"{grammar.mark('<|channel|>final<|message|>')} {content}"
+        return f"({thoughts} {again}){{0,2}} ({final} | {call})"
     thoughts = message('("analysis" | "commentary" | "final")')
     return f"({thoughts} {again})* ({thoughts} | {call})"
 

@@ -205,6 +205,32 @@ def test_auto_calls_of_strict_tools_fit_once_they_begin(name: str, tokenizer: To
         check_calls(calls)
 
 
+@pytest.mark.parametrize("tokenizer", [WITH_TOKENS, BYTES_ONLY], ids=["tokens", "bytes"])
+@pytest.mark.parametrize("name", PARSERS)
+def test_answer_with_tools_and_a_response_format_is_one_of_them(
+    name: str, tokenizer: Tokenizer
+) -> None:
+    chat = chat_format(name, tokenizer)
+    schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    schema["additionalProperties"] = False
+    response = response_grammar({"type": "json_schema", "json_schema": schema})
+    start = AnswerStart(tool_use=use())
+    grammar = chat.grammar(start, response)
+    assert grammar is not None
+    kinds = set()
+    for seed in range(12):
+        content, _, calls, num_broken = read(chat, start, write(tokenizer, grammar, seed))
+        assert num_broken == 0
+        check_calls(calls)
+        kinds.add(bool(calls))
+        if not calls:
+            jsonschema.validate(json.loads(content), schema)
+    assert kinds == {True, False}
+    start = AnswerStart(tool_use=use(tool_choice="required"))
+    grammar = chat.grammar(start, response)
+    assert grammar is not None and read(chat, start, write(tokenizer, grammar, 0))[2]
+
+
 @pytest.mark.parametrize("prompt_end", ["assistant\n", "assistant\n<think>\n", "<think></think>"])
 def test_reasoning_comes_before_required_calls_and_responses(prompt_end: str) -> None:
     tokenizer = WITH_TOKENS

@@ -192,17 +192,27 @@ def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
     assert json.loads(text)["grammars"][0]["lark_grammar"] == 'start:  "<call>add {}</call>"'
 
 
-def test_server_tool_grammar_with_response_format_is_rejected() -> None:
+def test_server_tools_and_response_format_share_a_grammar() -> None:
+    rules: list[str] = []
     engine = make_engine(lambda _: ANSWER)
     model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
     engine.loaded.chat_format = registry.choose_format(model)
+
+    def token_mask(_: Any, text: str, field: str = "response_format") -> None:
+        if field == "tools":
+            rules.append(json.loads(text)["grammars"][0]["lark_grammar"])
+
+    engine.new_grammars = type("Grammars", (), {"token_mask": token_mask})  # type: ignore
     with serving(engine) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="response_format cannot be combined"):
-            client.chat.completions.create(
+        for choice in ("auto", "required"):
+            answer = client.chat.completions.create(
                 model="m",
-                messages=[{"role": "user", "content": "?"}],
+                messages=[{"role": "user", "content": "1 + 0?"}],
                 tools=TOOLS,  # type: ignore[arg-type]
-                tool_choice="required",
+                tool_choice=choice,  # type: ignore[arg-type]
                 response_format={"type": "json_object"},
             )
+            assert answer.choices[0].finish_reason == "tool_calls"
+    call = '"<call>add {}</call>"'
+    assert rules == [f"start:  rule_0\nrule_0: @grammar_0 | {call}", f"start:  {call}"]
