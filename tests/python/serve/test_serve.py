@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import socket
-import threading
 import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from fake_engine import make_engine
 from serving import ANSWER, CHAT, connect, post, post_head, serving
-
-from lmdeploy.serve.app import make_app
-from lmdeploy.serve.server import GracefulServer, bind, check_options, curl_line, listen
-from lmdeploy.serve.state import ServerOptions
 
 
 @pytest.fixture(scope="module")
@@ -318,57 +310,6 @@ def test_server_errors_have_fitting_statuses(url):
     assert post(url, "/v1/completions", b" " * (33 << 20)).status_code == 413
 
 
-def test_api_keys_are_required_except_for_health():
-    with serving(make_engine(), api_keys=["first", "second"]) as url:
-        for key in ("", "Bearer", "Bearer wrong", "Basic first", "Bearer firs\u00e9"):
-            headers = {"authorization": key.encode()}
-            reply = post(url, "/v1/chat/completions", CHAT, headers=headers)
-            assert reply.status_code == 401
-            assert reply.json()["error"]["type"] == "authentication_error"
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/health").status_code == 200
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="second")
-        assert client.chat.completions.create(**CHAT).choices[0].message.content == ANSWER
-        with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{url}/v1", api_key="x").models.list()
-
-
-def salts_of(core, url, *requests):
-    """Return the salt of each (API key, fields of the body) as it reaches the engine."""
-    for key, fields in requests:
-        headers = {"authorization": f"Bearer {key}"}
-        reply = post(url, "/v1/chat/completions", CHAT | fields, headers=headers)
-        assert reply.status_code == 200
-    return [request.cache_salt for request in core.requests[-len(requests) :]]
-
-
-REQUESTS = [("first", {}), ("second", {}), ("first", {"cache_salt": "x"}), ("first", {})]
-
-
-def test_prefix_cache_is_separate_for_each_api_key_and_cache_salt():
-    engine = make_engine()
-    with serving(engine, api_keys=["first", "second"]) as url:
-        own, other, salted, again = salts_of(engine.loaded.cpp_engine, url, *REQUESTS)
-        assert own == again and len({own, other, salted, bytes(16)}) == 4
-
-
-def test_share_prefix_cache_turns_the_separation_of_api_keys_off():
-    engine = make_engine()
-    with serving(engine, api_keys=["first", "second"], share_prefix_cache=True) as url:
-        own, other, salted, again = salts_of(engine.loaded.cpp_engine, url, *REQUESTS)
-        assert own == other == again == bytes(16) != salted
-
-
-def test_cache_salt_without_api_keys_separates_requests():
-    engine = make_engine()
-    with serving(engine) as url:
-        sent = [("any", {}), ("any", {"cache_salt": "x"}), ("any", {"cache_salt": "y"})]
-        plain, x, y = salts_of(engine.loaded.cpp_engine, url, *sent)
-        assert plain == bytes(16) and len({plain, x, y}) == 3
-        reply = post(url, "/v1/chat/completions", CHAT | {"cache_salt": ""})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "cache_salt")
-
-
 def allowed_origin(reply):
     return reply.headers.get("access-control-allow-origin")
 
@@ -417,31 +358,6 @@ def test_chat_disconnect_cancels_the_request(stream):
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_server_shutdown_ends_running_requests(stream):
-    engine = make_engine(lambda _: "a" * 450, step_seconds=0.05)
-    replies = []
-
-    def ask(url):
-        try:
-            replies.append(post(url, "/v1/chat/completions", {**CHAT, "stream": stream}))
-        except httpx.RemoteProtocolError as error:  # the stream was cut
-            replies.append(error)
-
-    with serving(engine, grace_seconds=1) as url:
-        client = threading.Thread(target=ask, args=(url,))
-        client.start()
-        while not engine.loaded.cpp_engine.requests:
-            time.sleep(0.01)
-        time.sleep(0.2)
-    client.join()
-    if stream:
-        assert isinstance(replies[0], httpx.RemoteProtocolError)
-    else:
-        assert replies[0].status_code == 503
-        assert "The server is stopping" in replies[0].json()["error"]["message"]
-
-
 def test_chat_concurrent_clients_receive_their_own_answers():
     with serving(make_engine(step_seconds=0.001)) as url:
 
@@ -474,42 +390,6 @@ def test_health_failed_engine_returns_503():
         reply = httpx.get(f"{url}/health")
         assert reply.status_code == 503 and "out of luck" in reply.json()["error"]["message"]
         assert post(url, "/v1/chat/completions", CHAT).status_code == 503
-
-
-def test_bind_unusable_address_raises_value_error():
-    with bind("127.0.0.1", 0) as sock:
-        listen(sock, "127.0.0.1")
-        with pytest.raises(ValueError, match=r"--server-port"):
-            bind("127.0.0.1", sock.getsockname()[1])
-    with pytest.raises(ValueError, match="server_port is 70000"):
-        check_options(ServerOptions(server_port=70000))
-    for name in ("no such host", "a..b", "a" * 64, "203.0.113.1"):
-        with pytest.raises(ValueError, match=r"^server_name is .*--server-name"):
-            bind(name, 0)
-
-
-def test_bind_refuses_connections_until_listen():
-    with bind("127.0.0.1", 0) as sock:
-        address = sock.getsockname()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address)
-        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{address[1]}.*--server-port"):
-            bind("127.0.0.1", address[1])
-        listen(sock, "127.0.0.1")
-        socket.create_connection(address).close()
-
-
-def test_bind_reuses_port_with_old_connections():
-    with bind("127.0.0.1", 0) as sock:
-        listen(sock, "127.0.0.1")
-        address = sock.getsockname()
-        with socket.create_connection(address) as client:
-            served, _ = sock.accept()
-            served.close()  # closed first, so that this side keeps the connection in TIME_WAIT
-            assert client.recv(1) == b""
-    with bind(*address) as sock:
-        listen(sock, "127.0.0.1")
-        socket.create_connection(address).close()
 
 
 def test_abort_request_all_ends_streams_with_finish_reason_abort():
@@ -565,32 +445,3 @@ def test_openapi_describes_every_request_body(url):
         name = body["$ref"].removeprefix("#/components/schemas/")
         assert schema["components"]["schemas"][name]["properties"]
     assert "StreamOptions" in schema["components"]["schemas"]
-
-
-@pytest.mark.parametrize(("grace", "reason"), [(0, None), (1, None), (30, "stop")])
-def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
-    length = 100 if reason else 10_000
-    engine = make_engine(lambda _: "a" * length, step_seconds=0.01, session_len=20_000)
-    app = make_app(engine, ServerOptions(model_name="m"))
-    with bind("127.0.0.1", 0) as sock:
-        listen(sock, "127.0.0.1")
-        server = GracefulServer(uvicorn.Config(app, log_level="error"), engine, grace=grace)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/chat/completions"
-        with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=60) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            server.handle_exit(signal.SIGINT, None)
-            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        thread.join()
-    assert ("The next signal ends the process" in caplog.text) == (grace > 0)
-    if reason is None:
-        assert "closed" in told[-1]["error"]["message"]
-    else:
-        assert told[-1]["choices"][0]["finish_reason"] == reason
-
-
-def test_curl_line_has_url_and_api_key():
-    line = curl_line("http://127.0.0.1:23333", "smollm2", with_key=True)
-    assert line.startswith("curl http://127.0.0.1:23333/v1/chat/completions") and "Bearer" in line
