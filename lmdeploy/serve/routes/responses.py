@@ -463,6 +463,12 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
     return await respond(request, endpoint=_ENDPOINT, body=body)
 
 
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> Response:
+    """Refuse a compaction: clients expect 404, but this path fits that of a stored response."""
+    return error_response(ApiError(404, "Compaction is not supported. Send shorter conversations."))
+
+
 @router.get("/v1/responses/{response_id}", responses=documented(404))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""

@@ -109,6 +109,11 @@ def test_responses_that_are_not_stored_cannot_be_continued(client: openai.OpenAI
         client.responses.retrieve(made.id)
 
 
+def test_responses_compaction_is_not_found(url: str) -> None:
+    assert httpx.post(f"{url}/v1/responses/compact", json={"model": "m"}).status_code == 404
+    assert httpx.post(f"{url}/v1/responses/resp_0", json={"model": "m"}).status_code == 405
+
+
 def test_responses_limit_of_tokens_makes_them_incomplete(client: openai.OpenAI) -> None:
     made = client.responses.create(model="m", input="hello", max_output_tokens=3)
     assert made.status == "incomplete" and made.incomplete_details is not None
