@@ -123,7 +123,7 @@ def test_matrix_for_engine_awq_becomes_q4_1(qwen2: Path) -> None:
 def test_matrix_for_engine_awq_large_groups_over_several_chunks_are_exact(tmp_path: Path) -> None:
     from lmdeploy.checkpoint.convert import _CHUNK_VALUES
     from lmdeploy.checkpoint.files.tensor_file import StoredTensor
-    from lmdeploy.checkpoint.methods.awq import AwqMatrix
+    from lmdeploy.checkpoint.methods.awq import awq_matrix
 
     rows, cols = 1032, 1024
     assert rows * cols > _CHUNK_VALUES
@@ -133,7 +133,7 @@ def test_matrix_for_engine_awq_large_groups_over_several_chunks_are_exact(tmp_pa
         np.ascontiguousarray(parts[name]).view(np.uint8).reshape(-1)
         for name in ("qweight", "qzeros", "scales")
     )
-    matrix = AwqMatrix(rows, cols, 128, codes, scales, zeros)
+    matrix = awq_matrix(rows, codes=codes, scales=scales, zeros=zeros)
     tensor = StoredTensor("x", "AWQ", (rows, cols), codes, matrix=matrix)
     np.testing.assert_array_equal(matrix_for_engine(tensor, exact=True)[1], wanted)
 
@@ -193,7 +193,7 @@ def huge(stored: dict[str, np.ndarray]) -> None:
     [
         (without(UP + "qzeros"), "up_proj.qzeros is missing"),
         (without(UP + "scales"), "up_proj.scales is missing"),
-        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]\. .* must be \[2, 160\]"),
+        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]\. It must be \[2, 160\]"),
         (
             cut(UP + "qweight"),
             r"up_proj.qweight has shape \[63, 20\]\. .* multiple of group_size 32",
