@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.checkpoint.files.tensor_file import StoredTensor, TensorFile
-from lmdeploy.checkpoint.methods.groups import BLOCK, Bytes, Floats, GroupMatrix
+from lmdeploy.checkpoint.methods.groups import BLOCK, Bytes, Floats, GroupMatrix, float_columns
 from lmdeploy.checkpoint.methods.matrix_file import MatrixFile, Parts
 from lmdeploy.models.config_reader import ConfigReader
 
@@ -24,47 +24,54 @@ _CODES, _ZEROS, _SCALES = "qweight", "qzeros", "scales"  # suffixes that replace
 
 
 def open_awq(file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:
-    """Open AWQ weights in version "gemm" with 4 bits and zero points.
+    """Open AWQ weights in version "gemm" with 4 bits.
 
-    Raise ModelFormatError for every other variant.
+    Without zero points, every zero is 8. Raise ModelFormatError for every other variant.
     """
-    combine = partial(_combine, group=_group_size(quantization))
+    has_zeros = quantization.flag("zero_point", default=True)
+    combine = partial(_combine, group=_group_size(quantization), has_zeros=has_zeros)
     return MatrixFile(
         file, marks=(_CODES,), others=(_ZEROS, _SCALES), combine=combine, source=source
     )
 
 
-def awq_matrix(rows: int, *, codes: Bytes, scales: Bytes, zeros: Bytes) -> GroupMatrix:
-    """Return the matrix of the bytes of the three tensors. `rows` is the number of outputs."""
+def awq_matrix(rows: int, *, codes: Bytes, scales: Bytes, zeros: Bytes | None) -> GroupMatrix:
+    """Return the matrix of the bytes of the tensors. `rows` is the number of outputs."""
 
     def read_codes(begin: int, end: int) -> Bytes:
         return _unpack(codes, rows, begin=begin, end=end)
 
     def read_zeros(begin: int, end: int) -> Floats:
+        assert zeros is not None
         return _unpack(zeros, rows, begin=begin, end=end).astype(np.float32)
 
     def read_scales(begin: int, end: int) -> Floats:
-        return scales.view("<f2").reshape(-1, rows)[:, begin:end].T.astype(np.float32)
+        return float_columns(scales, "F16", rows=rows, span=(begin, end))
 
     return GroupMatrix(
-        parts=(codes, scales, zeros),
-        row_step=WORD_OUTPUTS,
+        rows=rows,
+        parts=(codes, scales) if zeros is None else (codes, scales, zeros),
         codes=read_codes,
         scales=read_scales,
-        zeros=read_zeros,
+        zeros=None if zeros is None else read_zeros,
+        row_step=WORD_OUTPUTS,
     )
 
 
-def _combine(parts: Parts, *, group: int) -> StoredTensor:
+def _combine(parts: Parts, *, group: int, has_zeros: bool) -> StoredTensor:
     codes = parts.tensor(_CODES, formats=("I32",))
     cols, words = codes.shape
     if cols % group:
         text = f"The first dimension must be a multiple of group_size {group}."
         raise parts.refuse(codes, text)
     rows = words * WORD_OUTPUTS
-    zeros = parts.tensor(_ZEROS, formats=("I32",), shape=(cols // group, words))
+    zeros = None
+    if has_zeros or parts.has(_ZEROS):
+        zeros = parts.tensor(_ZEROS, formats=("I32",), shape=(cols // group, words)).raw
+    if not has_zeros and zeros is not None and (zeros == 0x88).all():
+        zeros = None
     scales = parts.tensor(_SCALES, formats=("F16",), shape=(cols // group, rows))
-    matrix = awq_matrix(rows, codes=codes.raw, scales=scales.raw, zeros=zeros.raw)
+    matrix = awq_matrix(rows, codes=codes.raw, scales=scales.raw, zeros=zeros)
     return StoredTensor(codes.name, "AWQ", (rows, cols), codes.raw, matrix=matrix)
 
 
@@ -85,8 +92,6 @@ def _group_size(quantization: ConfigReader) -> int:
     version = quantization.text("version", default="gemm")
     if version.lower() != "gemm":
         raise quantization.refuse(f"version is {version[:40]!r}. It must be gemm.")
-    if not quantization.flag("zero_point", default=True):
-        raise quantization.refuse("zero_point is false. It must be true.")
     default = quantization.integer("q_group_size", default=128)
     size = quantization.integer("group_size", default=default)
     if size % BLOCK:
