@@ -1,9 +1,10 @@
 """Convert blocks of GGUF formats that no kernel reads to block formats that kernels read.
 
 The layouts are those of ggml-common.h in https://github.com/ggml-org/ggml. A block of Q4_1 has 32
-values: an FP16 scale, an FP16 minimum and 16 bytes of codes, low nibbles first. A block of Q8_0 has
-an FP16 scale and 32 int8 codes. All functions raise ValueError if a finite scale or minimum would
-not be finite in FP16. Infinite or NaN inputs give infinite or NaN values.
+values: an FP16 scale, an FP16 minimum and 16 bytes of codes, low nibbles first. A block of Q4_0 has
+no minimum. A block of Q8_0 has an FP16 scale and 32 int8 codes. All functions raise ValueError if a
+finite scale or minimum would not be finite in FP16. Infinite or NaN inputs give infinite or NaN
+values.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 _K_SUBBLOCKS = 8  # of 32 values in a block of 256
-_Q4_1_BYTES, _Q8_0_BYTES = 20, 34
+_Q4_0_BYTES, _Q4_1_BYTES, _Q8_0_BYTES = 18, 20, 34
 # The values of the codes of IQ4_NL and IQ4_XS.
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
@@ -46,6 +47,22 @@ def q4_1_blocks(
     out[:, :, 2:4] = _fp16_bytes(minima)
     out[:, :, 4:] = codes[..., :16] | (codes[..., 16:] << 4)
     return out.reshape(len(scales), -1)
+
+
+def q4_0_blocks(codes: Bytes, *, scales: npt.NDArray[np.float32]) -> Bytes:
+    """Pack codes [n, blocks, 32] of 0 to 15 and scales [n, blocks] to [n, blocks · 18].
+
+    The value of a code is (code - 8) · scale.
+    """
+    out = np.empty((*scales.shape, _Q4_0_BYTES), np.uint8)
+    out[:, :, 0:2] = _fp16_bytes(scales)
+    out[:, :, 2:] = codes[..., :16] | (codes[..., 16:] << 4)
+    return out.reshape(len(scales), -1)
+
+
+def q8_0_blocks(codes: npt.NDArray[np.int8], *, scales: npt.NDArray[np.float32]) -> Bytes:
+    """Pack codes [n, blocks, 32] and scales [n, blocks] to [n, blocks · 34]."""
+    return _q8_0(_fp16_bytes(scales).reshape(-1, 2), codes.reshape(-1, 32)).reshape(len(scales), -1)
 
 
 def q5_0_to_q8_0(rows: Bytes) -> Bytes:

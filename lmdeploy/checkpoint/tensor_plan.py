@@ -265,7 +265,11 @@ class _Lookup:
         self._left.discard(name)
 
     def refuse_unknown(self) -> None:
-        """Raise ModelFormatError if the file has tensors that were not requested."""
+        """Raise ModelFormatError if the file has tensors that were not requested.
+
+        AutoGPTQ writes a bias of zeros for every matrix, which changes nothing.
+        """
+        self._left = {name for name in self._left if not self._is_zero_bias(name)}
         if scales := [name for name in self._left if name.endswith(_KV_SCALE_SUFFIXES)]:
             raise ModelFormatError(
                 f"{self._source}: {len(scales)} of the tensors are KV scales, such as "
@@ -276,6 +280,12 @@ class _Lookup:
                 f"{self._source}: The architecture does not use {len(self._left)} of the tensors, "
                 f"such as {min(self._left)[:80]}."
             )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        if not name.endswith(".bias"):
+            return False
+        tensor = self._file.tensor(name)
+        return len(tensor.shape) == 1 and not tensor.raw.any()
 
     def _split(self, kind: str, place: TensorLocation, *, layer: int, expert: int) -> StoredTensor:
         rows, cols = self._shapes[kind]

@@ -23,7 +23,7 @@ from lmdeploy.checkpoint.files.tensor_file import (
     check_shape,
 )
 
-_DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1, "I32": 4}
+_DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}
 
 
 class _Shard:

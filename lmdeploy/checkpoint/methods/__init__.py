@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
 from lmdeploy.checkpoint.methods.awq import open_awq
+from lmdeploy.checkpoint.methods.gptq import open_gptq
 from lmdeploy.models.config_reader import ConfigReader
 
 
@@ -25,4 +26,5 @@ class OpenMethod(Protocol):
 # Maps `quant_method` of config.json to the function that opens such a folder.
 METHODS: dict[str, OpenMethod] = {
     "awq": open_awq,
+    "gptq": open_gptq,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from engine_runs import EngineRun
 from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
+from quantized_folders import Stored, pack_words, quantize_groups, save_quantized
+from reference.weights import AWQ_ORDER, read_awq
 from safetensors.numpy import load_file, save_file
-from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
+from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
 from lmdeploy.base.errors import ModelFormatError
@@ -28,61 +31,27 @@ CONFIG |= {"zero_point": True, "modules_to_not_convert": None}
 QWEN2 = next(tiny for tiny in TINY_MODELS if tiny.architecture == "Qwen2")
 
 
-def pack(values: np.ndarray) -> np.ndarray:
+def pack(values: np.ndarray) -> torch.Tensor:
     """Pack codes [n, outputs] of 0..15 into int32 [n, outputs / 8] in AutoAWQ's nibble order."""
-    packed = np.zeros((values.shape[0], values.shape[1] // 8), np.uint32)
-    for column in range(packed.shape[1]):
-        for nibble, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
-            packed[:, column] |= values[:, 8 * column + output].astype(np.uint32) << (4 * nibble)
-    return packed.view(np.int32)
+    ordered = values.reshape(len(values), -1, 8)[:, :, list(AWQ_ORDER)]
+    return torch.from_numpy(pack_words(ordered.reshape(values.shape), 4, 1))
 
 
-def quantize(weight: np.ndarray, group: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Quantize [outputs, inputs]; return the three tensors and the values that they represent."""
-    groups = weight.T.reshape(-1, group, weight.shape[0])  # [groups, inputs, outputs]
-    low, high = groups.min(axis=1), groups.max(axis=1)
-    # save_file writes the memory in its physical order.
-    scales = np.ascontiguousarray(np.maximum((high - low) / 15, 1e-4), np.float16)
-    wide = scales.astype(np.float32)
-    zeros = np.clip(np.rint(-low / wide), 0, 15)
-    codes = np.clip(np.rint(groups / wide[:, None]) + zeros[:, None], 0, 15)
-    values = ((codes - zeros[:, None]) * wide[:, None]).reshape(weight.shape[1], -1).T
-    parts = {"qweight": pack(codes.reshape(weight.shape[1], -1)), "qzeros": pack(zeros)}
-    return {**parts, "scales": scales}, values
+def quantize(
+    weight: np.ndarray, *, group: int = GROUP, symmetric: bool = False, with_zeros: bool = True
+) -> tuple[Stored, np.ndarray]:
+    """Quantize [outputs, inputs]; return the tensors and the values that they represent."""
+    groups = np.arange(weight.shape[1]) // group
+    codes, scales, zeros = quantize_groups(weight, groups, bits=4, symmetric=symmetric)
+    parts = {"qweight": pack(codes.T), "scales": torch.from_numpy(scales.T.copy())}
+    if with_zeros:
+        parts["qzeros"] = pack(zeros.T)
+    return parts, read_awq({name: data.numpy() for name, data in parts.items()})
 
 
 def save_awq(tiny: TinyModel, folder: Path) -> Any:
     """Write an AWQ checkpoint and return the model with the dequantized values."""
-    model = make_model(tiny)
-    save_model(model, folder)
-    # Copies, because the file is written again.
-    stored = {n: data.copy() for n, data in load_file(folder / "model.safetensors").items()}
-    values = {}
-    for name in [n for n in stored if n.endswith("proj.weight") and ".layers." in n]:
-        base = name.removesuffix("weight")
-        parts, values[name] = quantize(stored.pop(name), GROUP)
-        stored |= {base + part: data for part, data in parts.items()}
-    save_file(stored, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
-    state = {name: torch.from_numpy(np.ascontiguousarray(data)) for name, data in values.items()}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in state:
-                parameter.copy_(state.pop(name))
-            elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                _fill_experts(parameter, name, state)
-    assert not state
-    return model
-
-
-def _fill_experts(parameter: Any, name: str, state: dict[str, Any]) -> None:
-    """Copy the experts of a layer from one tensor per expert into transformers' single tensor."""
-    base = name.rsplit(".", 1)[0]
-    kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
-    for expert in range(parameter.shape[0]):
-        parts = [state.pop(f"{base}.{expert}.{kind}.weight") for kind in kinds]
-        parameter[expert].copy_(torch.cat(parts))
+    return save_quantized(tiny, folder, quantize, quantization=CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -123,19 +92,36 @@ def test_matrix_for_engine_awq_becomes_q4_1(qwen2: Path) -> None:
 def test_matrix_for_engine_awq_large_groups_over_several_chunks_are_exact(tmp_path: Path) -> None:
     from lmdeploy.checkpoint.convert import _CHUNK_VALUES
     from lmdeploy.checkpoint.files.tensor_file import StoredTensor
-    from lmdeploy.checkpoint.methods.awq import AwqMatrix
+    from lmdeploy.checkpoint.methods.awq import awq_matrix
 
     rows, cols = 1032, 1024
     assert rows * cols > _CHUNK_VALUES
     weight = np.random.default_rng(1).normal(size=(rows, cols)).astype(np.float32)
-    parts, wanted = quantize(weight, 128)
+    parts, wanted = quantize(weight, group=128)
     codes, zeros, scales = (
-        np.ascontiguousarray(parts[name]).view(np.uint8).reshape(-1)
+        np.ascontiguousarray(parts[name].numpy()).view(np.uint8).reshape(-1)
         for name in ("qweight", "qzeros", "scales")
     )
-    matrix = AwqMatrix(rows, cols, 128, codes, scales, zeros)
+    matrix = awq_matrix(rows, codes=codes, scales=scales, zeros=zeros)
     tensor = StoredTensor("x", "AWQ", (rows, cols), codes, matrix=matrix)
     np.testing.assert_array_equal(matrix_for_engine(tensor, exact=True)[1], wanted)
+
+
+@pytest.mark.parametrize("with_zeros", [True, False])
+def test_matrix_for_engine_awq_without_zero_points_becomes_q4_0(
+    with_zeros: bool, tmp_path: Path
+) -> None:
+    import gguf
+
+    options = {"symmetric": True, "with_zeros": with_zeros}
+    config = {**CONFIG, "zero_point": False}
+    save_quantized(QWEN2, tmp_path, partial(quantize, **options), quantization=config)
+    (planned,) = [p for p in open_checkpoint(tmp_path).tensors if p.name == "layers.1.down"]
+    wanted = matrix_for_engine(planned.tensor, exact=True)[1]
+    kind, data = matrix_for_engine(planned.tensor, exact=False)
+    assert kind == "q4_0"
+    got = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_0)
+    np.testing.assert_array_equal(got, wanted)
 
 
 def test_hash_model_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None:
@@ -193,7 +179,7 @@ def huge(stored: dict[str, np.ndarray]) -> None:
     [
         (without(UP + "qzeros"), "up_proj.qzeros is missing"),
         (without(UP + "scales"), "up_proj.scales is missing"),
-        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]\. .* must be \[2, 160\]"),
+        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]\. It must be \[2, 160\]"),
         (
             cut(UP + "qweight"),
             r"up_proj.qweight has shape \[63, 20\]\. .* multiple of group_size 32",

@@ -142,7 +142,6 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
     ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "bits is 8. It must be 4"),
     ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "version is 'gemv'"),
-    ({"quantization_config": {"quant_method": "awq", "zero_point": False}}, "zero_point is false"),
     ({"quantization_config": {"quant_method": "awq", "group_size": 48}}, "group_size is 48"),
     ({"quantization_config": {"quant_method": "nova"}}, "quant_method is 'nova'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'"),

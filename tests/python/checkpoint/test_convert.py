@@ -25,7 +25,7 @@ from lmdeploy.checkpoint.files.tensor_file import (
     row_bytes,
 )
 from lmdeploy.checkpoint.gguf_blocks import values_to_q8_0
-from lmdeploy.checkpoint.methods.awq import AwqMatrix
+from lmdeploy.checkpoint.methods.awq import awq_matrix
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 
 
@@ -183,9 +183,9 @@ def stored(stored_format: str) -> StoredTensor:
         return (np.arange(count, dtype=np.uint64) * 2654435761 % 4093 % 64).astype(np.uint8)
 
     if stored_format == "AWQ":
-        parts = [pattern(count) for count in (SIZE * SIZE // 2, 4 * SIZE, SIZE)]
-        matrix = AwqMatrix(SIZE, SIZE, SIZE // 2, *parts)
-        return StoredTensor("layers.0.q", "AWQ", (SIZE, SIZE), parts[0], matrix=matrix)
+        codes, scales, zeros = (pattern(count) for count in (SIZE * SIZE // 2, 4 * SIZE, SIZE))
+        matrix = awq_matrix(SIZE, codes=codes, scales=scales, zeros=zeros)
+        return StoredTensor("layers.0.q", "AWQ", (SIZE, SIZE), codes, matrix=matrix)
     raw = pattern(SIZE * row_bytes(stored_format, SIZE))
     return StoredTensor("layers.0.q", stored_format, (SIZE, SIZE), raw)
 

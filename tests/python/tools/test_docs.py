@@ -12,6 +12,7 @@ from reference.codecs import MODES
 from reference.layout import row_bytes
 
 from lmdeploy import _turbomind
+from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.models import FAMILIES
 from lmdeploy.serve.routes import ROUTERS
 
@@ -121,6 +122,14 @@ def test_model_table_equals_families() -> None:
         family.name: (set(family.hf_architectures), set(family.gguf_architectures))
         for family in FAMILIES
     }
+
+
+def test_method_table_equals_registry() -> None:
+    text = read("docs/serving.md").split("\n### Weights\n", 1)[1]
+    rows = re.search(r"^\| `quant_method` .*\n(?:^\|.*\n)+", text, re.M)
+    assert rows is not None
+    documented = [quoted(line)[0] for line in rows[0].splitlines()[2:]]
+    assert documented == list(METHODS)
 
 
 def links() -> Iterator[tuple[Path, str, str]]:

@@ -1,0 +1,68 @@
+"""Independent readers of quantized checkpoints, from the public descriptions of their formats.
+
+Each reader takes the tensors of one matrix by suffix and returns its values [outputs, inputs] in
+FP32. The plainest formula has priority over speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from reference.floats import E4M3_VALUES, Floats
+
+Tensors = Mapping[str, np.ndarray]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def fields(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the bit fields of int32 words [..., n] as [..., n, 32 / bits], lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+
+
+def read_gptq(parts: Tensors, *, bits: int, is_v2: bool = False) -> Floats:
+    """Read AutoGPTQ's tensors: words along the inputs, and along the outputs for zeros."""
+    words, outputs = parts["qweight"].shape
+    inputs = words * 32 // bits
+    codes = fields(parts["qweight"].T, bits).reshape(outputs, inputs)
+    zeros = fields(parts["qzeros"], bits).reshape(-1, outputs)
+    if not is_v2:
+        zeros = (zeros + 1) % (1 << bits)
+    scales = parts["scales"].astype(np.float32)
+    groups = len(scales)
+    order = parts.get("g_idx", np.arange(inputs) * groups // inputs)
+    values = np.empty((outputs, inputs), np.float32)
+    for column, group in enumerate(order):
+        codes_of_column = codes[:, column].astype(np.float32)
+        values[:, column] = (codes_of_column - zeros[group].astype(np.float32)) * scales[group]
+    return values
+
+
+def read_awq(parts: Tensors) -> Floats:
+    """Read AutoAWQ's tensors: words along the outputs, in AWQ's order of nibbles."""
+
+    def unpack(words: np.ndarray) -> Floats:
+        nibbles = fields(words, 4)
+        out = np.empty(nibbles.shape, np.float32)
+        out[..., list(AWQ_ORDER)] = nibbles
+        return out.reshape(len(words), -1)
+
+    codes, scales = unpack(parts["qweight"]), parts["scales"].astype(np.float32)
+    zeros = unpack(parts["qzeros"]) if "qzeros" in parts else np.full(scales.shape, 8, np.float32)
+    group = len(codes) // len(scales)
+    values = (codes - zeros.repeat(group, axis=0)) * scales.repeat(group, axis=0)
+    return np.ascontiguousarray(values.T)
+
+
+def read_fp8(codes: np.ndarray, scales: Floats, block: tuple[int, int] | None = None) -> Floats:
+    """Read E4M3 codes [outputs, inputs]. Scales are per tensor, per output or per block."""
+    values = E4M3_VALUES[codes.view(np.uint8)].astype(np.float32)
+    if block is None:
+        return values * scales.reshape(-1, 1)
+    out = np.empty_like(values)
+    for row, column in np.ndindex(scales.shape):
+        place = tuple(slice(i * n, (i + 1) * n) for i, n in zip((row, column), block, strict=True))
+        out[place] = values[place] * scales[row, column]
+    return out
