@@ -388,6 +388,59 @@ def get_kv_cache_mode(
 def kv_cache_conversion(format: KvFormat | str, capability: DeviceCapability = ...) -> str:
     """Return how a device converts a format: not needed, hardware, software or unsupported."""
 
+# The cache of model loops outside the engine. lmdeploy.kv_cache is its interface. Arrays hold
+# float32, float16, or the bits of bfloat16 as uint16; [batch, heads, tokens, head_dim].
+_Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+class ContiguousCacheConfig:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    batch_size: int  # 1
+    window: int  # 0: full attention
+    rotate_k: bool
+    search_scales: bool
+    exact: bool
+    dtype: str  # float32, float16, bfloat16
+    def __init__(self, formats: Sequence[tuple[KvFormat | str, KvFormat | str]]) -> None:
+        """Set the formats of K and V by layer."""
+    @property
+    def num_bytes(self) -> int: ...  # what the pools would take
+
+class AttendOptions:
+    def __init__(
+        self, softmax_scale: float, sinks: npt.NDArray[np.float32] | None = None
+    ) -> None: ...
+
+class ContiguousCache:
+    def __init__(self, device: Device, config: ContiguousCacheConfig) -> None: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> float: ...
+    @property
+    def bytes_per_step(self) -> int: ...  # that a decode step reads at seq_len
+    @property
+    def num_nonfinite(self) -> int: ...
+    def append(self, layer: int, kv: _Pair) -> None: ...
+    def update(
+        self, layer: int, kv: _Pair
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Store K and V, and return the decoded rows that the new tokens see."""
+    def attend(self, layer: int, q_and_out: _Pair, kv: _Pair, options: AttendOptions) -> None:
+        """Store K and V, and write causal attention of q to a contiguous array."""
+    def read(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+    def stored(
+        self, layer: int, is_value: bool
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """Return the codes, and the scales or the pairs (scale, zero), without copying them."""
+    def advance(self, num_tokens: int) -> None: ...
+    def truncate(self, seq_len: int) -> None: ...
+    def reset(self) -> None: ...
+
 # Profiles, for benchmarks.
 class OpRecord:
     """The totals of one op in one phase. Bytes are the minimum that the op must move."""

@@ -13,6 +13,7 @@ LAYERS = (
     ("_turbomind", "version"),
     ("base",),
     ("config",),
+    ("kv_cache",),
     ("models",),
     ("chat", "checkpoint"),
     ("response", "kv_store"),

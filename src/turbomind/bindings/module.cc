@@ -24,5 +24,6 @@ PYBIND11_MODULE(_turbomind, m) {
   DefKv(m);
   DefEngine(m);
   DefCodecs(m);
+  DefContiguousCache(m);
   DefProfile(m);
 }

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/block_seq_len.h"
 #include "turbomind/kv/kv_cache.h"
 #include "turbomind/kv/pool_budget.h"
 #include "turbomind/model/decoder_scratch.h"
@@ -106,7 +107,11 @@ void ValidateEngineConfig(const EngineConfig& config) {
   RequirePositive("max_batch_size", config.max_batch_size, "--max-batch-size");
   RequirePositive("session_len", config.session_len, "--session-len");
   RequirePositive("max_prefill_token_num", config.max_prefill_token_num, "--max-prefill-token-num");
-  RequirePositive("cache_block_seq_len", config.cache_block_seq_len, "--cache-block-seq-len");
+  const int length = config.cache_block_seq_len;
+  if (!block::IsPagedBlockSeqLen(length)) {
+    throw InvalidArgument("cache_block_seq_len is " + std::to_string(length) +
+                          ". It must be 16, 32, 64 or 128 (--cache-block-seq-len).");
+  }
   const double count = config.cache_max_entry_count;
   constexpr double kMaxBlocks = 1 << 30;
   if (!std::isfinite(count) || count <= 0 || count > kMaxBlocks ||

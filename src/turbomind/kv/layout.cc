@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/block_seq_len.h"
 #include "turbomind/kv/codec.h"
 
 namespace turbomind {
@@ -48,9 +49,9 @@ void CheckFormat(KvCacheMode format, int head_dim) {
 
 void CheckConfig(const Config& config) {
   const int length = config.block_seq_len;
-  if (length != 16 && length != 32 && length != 64 && length != 128) {
+  if (!IsBlockSeqLen(length)) {
     throw InvalidArgument("cache_block_seq_len is " + std::to_string(length) +
-                          ". It must be 16, 32, 64 or 128.");
+                          ". It must be a power of two from 16 to 1048576.");
   }
   if (config.head_dim < 1 || config.head_dim > 4096) {
     throw InvalidArgument("head_dim is " + std::to_string(config.head_dim) +

@@ -82,8 +82,8 @@ struct Config {
 // Invariants:
 //  1. Every layer and head offset is a multiple of 16 bytes; so are the two block sizes.
 //  2. block_bytes() and scale_block_bytes() depend on the config alone.
-// Throws InvalidArgument for a head_dim that a KV format cannot store, a block length outside
-// {16, 32, 64, 128}, and a pair of formats that IsListedPair rejects.
+// Throws InvalidArgument for a head_dim that a KV format cannot store, a block length that
+// IsBlockSeqLen (kv/block_seq_len.h) rejects, and a pair of formats that IsListedPair rejects.
 class Layout {
  public:
   explicit Layout(Config config);

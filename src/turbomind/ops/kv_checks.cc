@@ -1,6 +1,7 @@
 #include "turbomind/ops/kv_checks.h"
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/block_seq_len.h"
 
 namespace turbomind {
 
@@ -9,9 +10,8 @@ void CheckLayer(const KvLayerView& kv) {
   Check(kv.kv_heads > 0, "kv.kv_heads must be positive");
   Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 256,
         "kv.head_dim must be a multiple of 16 and at most 256");
-  Check(kv.block_seq_len == 16 || kv.block_seq_len == 32 || kv.block_seq_len == 64 ||
-            kv.block_seq_len == 128,
-        "kv.block_seq_len must be 16, 32, 64 or 128");
+  Check(block::IsBlockSeqLen(kv.block_seq_len),
+        "kv.block_seq_len must be a power of two from 16 to 2^20");
   for (int side = 0; side < 2; ++side) {
     Check(kv.row_bytes[side] > 0, "kv.row_bytes must be positive");
     Check(kv.scale_bytes[side] == 0 || kv.scales != nullptr, "kv.scales must be set");

@@ -436,6 +436,10 @@ TEST_CASE("the pools match the memory plan, which rejects what does not fit") {
                       InvalidArgument);
     }
   }
+  EngineConfig long_blocks = config;
+  long_blocks.cache_block_seq_len = 256;  // only contiguous caches have such blocks
+  CHECK_THROWS_AS(PlanMemory(model, long_blocks, testing::kFreeBytes, DeviceCapability()),
+                  InvalidArgument);
   for (double bad : {0.0, -1.0, 1.5, std::nan("")}) {
     config.cache_max_entry_count = bad;
     CHECK_THROWS_AS(PlanMemory(model, config, testing::kFreeBytes, DeviceCapability()),

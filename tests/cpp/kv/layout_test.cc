@@ -241,12 +241,14 @@ TEST_CASE("unlisted pairs, and sizes that a format cannot store, are rejected") 
   for (const int head_dim : {0, -64, 1 << 30}) {
     CHECK_THROWS_AS(Layout(OneLayer(kNone, kNone, head_dim)), InvalidArgument);
   }
-  for (const int block_seq_len : {0, -64, 8, 48, 256}) {
+  for (const int block_seq_len : {0, -64, 8, 48, (1 << 20) + 64, 1 << 21}) {
     Config config = OneLayer(kNone, kNone, 64);
     config.block_seq_len = block_seq_len;
     CHECK_THROWS_AS(Layout{config}, InvalidArgument);
   }
   Config config = OneLayer(kNone, kNone, 64);
+  config.block_seq_len = 1 << 20;
+  CHECK(Layout(config).block_bytes() == (int64_t{1} << 20) * 3 * 2 * 128);
   config.kv_heads = 0;
   CHECK_THROWS_AS(Layout{config}, InvalidArgument);
   config.kv_heads = 1;

@@ -17,6 +17,7 @@
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
+#include "turbomind/kv/block_seq_len.h"
 
 namespace turbomind::cuda {
 namespace {
@@ -121,6 +122,11 @@ class CudaDevice final : public Device {
            (pool_.num_threads() == 1 ? " thread)" : " threads)");
   }
   void RequireAttention(const KvLayerView& layer) const override {
+    if (!block::IsPagedBlockSeqLen(layer.block_seq_len)) {
+      throw InvalidArgument("CUDA has no kernels for blocks of " +
+                            std::to_string(layer.block_seq_len) +
+                            " tokens. Use at most 128 (--cache-block-seq-len).");
+    }
     FindDecodeVariant(layer, 1, properties_);  // prefill has the same head_dims and dtypes
   }
 

@@ -315,7 +315,7 @@ inline void OpenTile(const KvHead& kv, KvSide side, int tile, int begin, int end
   const int s = static_cast<int>(side);
   const auto load_scales = layer.format[s] == KvCacheMode::kFp4Mx ? LoadScales<KvCacheMode::kFp4Mx>
                                                                   : LoadScales<KvCacheMode::kFp4Nv>;
-  const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));  // 16 to 128
+  const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));
   out->stride = layer.row_bytes[s];
   for (int i = 0; i < 4; ++i) {
     out->rows[i] = nullptr;
