@@ -1,13 +1,12 @@
 """Measure the speed of ops on a GPU, print JSON lines and merge them into one file.
 
-    python benchmarks/bench_gpu.py device --bench build/cuda/device_bench
-    python benchmarks/bench_gpu.py baselines --json benchmarks/results/gpu_nvidia_h200.json
+    python benchmarks/bench_gpu.py device --bench build/cuda/device_bench --json FILE
+    python benchmarks/bench_gpu.py baselines --json FILE
 
 `device` times single ops, the most important cells first. `baselines` times FlashInfer on the
-decode cells of the file. Rows go to benchmarks/results/gpu_NAME.json (--json) as they are measured;
-a new row replaces the row of the same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a
-cell failed, 2 for wrong arguments, 3 if there is no GPU. bench_engine.py --device cuda times the
-engine.
+decode cells of the file. Rows go to the file as they are measured; a new row replaces the row of
+the same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a cell failed, 2 for wrong
+arguments, 3 if there is no GPU. bench_engine.py --device cuda times the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import time
@@ -24,7 +22,6 @@ from pathlib import Path
 
 from results import Row, write_json
 
-RESULTS = Path(__file__).resolve().parent / "results"
 NO_GPU = 3
 START_TIMEOUT_S = 60.0
 FEW_MODES = ("none", "fp8", "nvfp4", "mxfp4")  # the formats that are measured first
@@ -120,9 +117,8 @@ def answers(command: Sequence[str], cells: Sequence[str]) -> Generator[Row, None
 class GpuFile:
     """The rows of one GPU by cell. The file is written after every row."""
 
-    def __init__(self, path: Path | None, about: Row) -> None:
-        name = re.sub(r"[^a-z0-9]+", "_", str(about["device"]).lower()).strip("_")
-        self.path = path or RESULTS / f"gpu_{name}.json"
+    def __init__(self, path: Path, about: Row) -> None:
+        self.path = path
         self.document: Row = {"about": about, "rows": []}
         if self.path.exists():
             self.document = json.loads(self.path.read_text(encoding="utf-8"))
@@ -178,11 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bench", type=Path, help="the program device_bench")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=160.0, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="default: results/gpu_NAME.json")
+    parser.add_argument("--json", type=Path, required=True, help="the file of the rows")
     parser.add_argument("--small", action="store_true", help="tiny cells, to test the program")
     options = parser.parse_args(arguments)
-    if options.what == "baselines" and not options.json:
-        parser.error("baselines needs --json, the file with the rows of `device`.")
     if options.what == "device" and not options.bench:
         parser.error("device needs --bench.")
     try:

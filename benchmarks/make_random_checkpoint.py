@@ -239,8 +239,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.output.exists():
             raise ValueError(f"{options.output} exists already; choose a new name.")
-        if options.seed < 0:
-            raise ValueError(f"--seed {options.seed} is wrong; it must be 0 or more.")
         if options.type and options.format != "gguf":
             raise ValueError(f"--type {options.type} needs --format gguf.")
         model = make_model(options.config, layers=options.layers, seed=options.seed)

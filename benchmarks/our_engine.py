@@ -168,8 +168,7 @@ class OurEngine:
 
     def profile_table(self) -> str:
         """Return a table of time and bytes per op since the last clear."""
-        if self.profiling is None:
-            raise ValueError("this engine has no profiling device; make it with profiled=True")
+        assert self.profiling, "the engine was made without profiled=True"
         return "\n".join(format_phase(phase) for phase in self.profiling.profile())
 
 

@@ -28,8 +28,7 @@ GPT_OSS: dict[str, Any] = {
     ],
     "eos": ["<|return|>", "<|endoftext|>", "<|call|>"],
     "template": (
-        "<|start|>system<|message|>You are a test model with random weights.\n\n"
-        'Reasoning: {{ reasoning_effort or "medium" }}\n\n'
+        '<|start|>system<|message|>Reasoning: {{ reasoning_effort or "medium" }}\n\n'
         "# Valid channels: analysis, commentary, final.<|end|>"
         "{% for message in messages %}"
         '{{ "<|start|>" + ("developer" if message.role == "system" else message.role) }}'

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from eval import divergence
-from eval.counters import read_counters
 from eval.harness import MODEL_NAME, HarnessFailure, Job, LmEval
 from eval.policies import Policy, make_plan, make_policies
 from eval.results import (
@@ -30,6 +29,7 @@ from eval.results import (
     key_of,
     load_run,
     markdown,
+    read_counters,
     row_of,
     store_run,
     summary_of,

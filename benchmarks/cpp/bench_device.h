@@ -64,10 +64,7 @@ class DeviceBuffer {
       : device_(device), num_bytes_(num_bytes), data_(device.Reserve(num_bytes)) {}
   template <class T>
   DeviceBuffer(Device& device, const std::vector<T>& values)
-      : DeviceBuffer(device, values.size() * sizeof(T)) {
-    device.Copy(data_, values.data(), num_bytes_);
-    device.Synchronize();
-  }
+      : DeviceBuffer(device, values, static_cast<int64_t>(values.size())) {}
   // Holds `count` values: the given ones, repeated.
   template <class T>
   DeviceBuffer(Device& device, const std::vector<T>& values, int64_t count)

@@ -2,7 +2,6 @@
 
     python scripts/dev/check_cuda.py          # the check of CI: minutes
     python scripts/dev/check_cuda.py --all    # every file for every architecture: 20 minutes
-    python scripts/dev/check_cuda.py --all --only head_dim_64 --only kv_ops
 
 The program compiles every *.cu of the CUDA backend for the measured architectures, and some decode
 kernels for the others. A kernel fails if it spills registers or has a large stack frame: more than
@@ -107,15 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, check and print a line per file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every file for every architecture")
-    parser.add_argument("--only", action="append", metavar="PART", help="part of a file name")
     options = parser.parse_args(arguments)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         print("check_cuda: there is no nvcc, so nothing is checked")
         return 0
     begun = time.monotonic()
-    parts = options.only or [""]
-    units = [x for x in chosen_units(options.all) if any(part in x[1].name for part in parts)]
+    units = chosen_units(options.all)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         counts = list(pool.map(lambda unit: check_unit(nvcc, unit, folder=Path(folder)), units))
     faults, kernels = (sum(column) for column in zip(*counts, strict=True))

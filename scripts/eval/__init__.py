@@ -1,4 +1,4 @@
-"""Modules of scripts/eval_gpt_oss.py: tasks, counters, harness, results, divergence."""
+"""Modules of scripts/eval_gpt_oss.py: tasks, harness, results, divergence."""
 
 import sys
 from pathlib import Path

@@ -47,12 +47,6 @@ class Policy:
         quality = [] if self.quality is None else ["--kv-quality", self.quality]
         return [*self.server_flags, flag, self.name, *quality]
 
-    @property
-    def is_reference(self) -> bool:
-        """Return whether the server keeps every layer in 16 bit."""
-        alone = Policy(self.name, None, ())
-        return alone.config().kv_format == REFERENCE_FORMAT
-
     def facts(self) -> dict[str, str | list[str]]:
         """Return what identifies the policy: flags, and digests of the files that they name."""
         paths = [Path(flag.rpartition("=")[2]) for flag in self.flags]
@@ -91,7 +85,7 @@ def make_policies(
     for name in names:
         for quality in qualities:
             policy = Policy(name, quality, tuple(server_flags))
-            if policy.is_reference:
+            if Policy(name, None, ()).config().kv_format == REFERENCE_FORMAT:
                 policy = Policy(REFERENCE, None, _without_kv_flags(server_flags))
             policy.config()
             found.setdefault(policy.label, policy)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from results import write_json
+from server_process import Server, ServerFailure, last_lines
 
 from eval.policies import REFERENCE, Plan
 
@@ -159,3 +161,28 @@ def _share(task: Mapping[str, Any] | None) -> str:
 
 def _time(seconds: float | None) -> str:
     return NONE if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+# Sums of seconds and numbers of requests since the start of the server, and the answers that were
+# cut off at their length limit.
+_METRICS = {
+    "first_token_seconds": r"lmdeploy:time_to_first_token_seconds_sum",
+    "first_tokens": r"lmdeploy:time_to_first_token_seconds_count",
+    "per_token_seconds": r"lmdeploy:time_per_output_token_seconds_sum",
+    "per_tokens": r"lmdeploy:time_per_output_token_seconds_count",
+    "truncated": r'\S+_total\{[^}]*finished_reason="length"',
+}
+
+
+def read_counters(server: Server) -> dict[str, float]:
+    """Return the sums of _METRICS. Raise ServerFailure if the server does not answer."""
+    try:
+        text = server.get("/metrics")
+    except OSError as error:
+        server.check()
+        end = last_lines(server.log)
+        raise ServerFailure(f"the server does not answer: {error}{end}") from error
+    return {
+        key: sum(map(float, re.findall(rf"^{name}\S* (\S+)", text, re.M)))
+        for key, name in _METRICS.items()
+    }

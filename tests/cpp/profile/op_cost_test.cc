@@ -90,8 +90,7 @@ TEST_CASE("a linear layer reads its packed bytes once for any number of rows") {
 }
 
 TEST_CASE("the parts of a linear layer share one read of its input") {
-  const FakeMatrix first(32, 64, 1000);
-  const FakeMatrix second(16, 64, 300);
+  const FakeMatrix first(32, 64, 1000), second(16, 64, 300);
   const LinearPart parts[] = {{&first}, {&second}};
   const OpCost cost = CostOf(LinearParams{.parts = parts, .num_parts = 2, .num_rows = 3});
   CHECK(cost.weight_bytes == 1300);
@@ -99,8 +98,7 @@ TEST_CASE("the parts of a linear layer share one read of its input") {
 }
 
 TEST_CASE("experts without rows cost nothing, and embedding reads one row per token") {
-  const FakeMatrix used(32, 64, 1000);
-  const FakeMatrix unused(32, 64, 5000);
+  const FakeMatrix used(32, 64, 1000), unused(32, 64, 5000);
   const LinearPart experts[] = {{&used}, {&unused}};
   const int32_t offsets[] = {0, 3, 3};
   const GroupedLinearParams params = {.experts = experts, .num_experts = 2};
