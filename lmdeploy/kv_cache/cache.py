@@ -123,7 +123,7 @@ class KVCache:
         with self._exclusive:
             layer = self._layer(layer_idx)
             k, v = self._new_rows(k_new, v_new)
-            queries, kind = self._rows("q", q, self.config.num_heads)
+            queries, kind = self._rows("q", q, heads=self.config.num_heads)
             if queries.shape[2] != k.shape[2]:
                 wanted = f"{k.shape[2]}, as k_new has"
                 raise OptionError("q", f"has {queries.shape[2]} tokens. It must have {wanted}.")
@@ -147,7 +147,7 @@ class KVCache:
             if self._is_viewable(layer, "k") and self._is_viewable(layer, "v"):
                 self._cache.append(layer, kv)
                 length = self._cache.seq_len + kv[0].shape[2]
-                return self._view(layer, "k", length), self._view(layer, "v", length)
+                return self._view(layer, "k", length=length), self._view(layer, "v", length=length)
             k, v = self._cache.update(layer, kv)
             return self._kind.convert(k), self._kind.convert(v)
 
@@ -198,7 +198,7 @@ class KVCache:
     def _layer(self, layer_idx: Any) -> int:
         return check_int("layer_idx", layer_idx, low=0, high=self.config.num_layers - 1)
 
-    def _rows(self, name: str, value: Any, heads: int) -> tuple[Array, ArrayKind]:
+    def _rows(self, name: str, value: Any, *, heads: int) -> tuple[Array, ArrayKind]:
         """Return an array of the caller if it is [batch, heads, n, head_dim] with n > 0."""
         array, kind = read_array(name, value)
         shape, dim = array.shape, self.config.head_dim
@@ -211,8 +211,8 @@ class KVCache:
 
     def _new_rows(self, k_new: Any, v_new: Any) -> tuple[Array, Array]:
         heads = self.config.num_kv_heads
-        k, kind = self._rows("k_new", k_new, heads)
-        v, _ = self._rows("v_new", v_new, heads)
+        k, kind = self._rows("k_new", k_new, heads=heads)
+        v, _ = self._rows("v_new", v_new, heads=heads)
         if v.shape[2] != k.shape[2]:
             wanted = f"{k.shape[2]}, as k_new has"
             raise OptionError("v_new", f"has {v.shape[2]} tokens. It must have {wanted}.")
@@ -245,7 +245,7 @@ class KVCache:
             and self._kind.library != "mlx"
         )
 
-    def _view(self, layer: int, side: str, length: int) -> Any:
+    def _view(self, layer: int, side: str, *, length: int) -> Any:
         rows, _ = self._cache.stored(layer, side == "v")
         return self._kind.wrap(rows[:, :, :length])
 
@@ -253,7 +253,7 @@ class KVCache:
         with self._exclusive:
             layer = self._layer(layer_idx)
             if self._is_viewable(layer, side):
-                return self._view(layer, side, self._cache.seq_len)
+                return self._view(layer, side, length=self._cache.seq_len)
             k, v = self._cache.read(layer)
             return self._kind.convert(k if side == "k" else v)
 
