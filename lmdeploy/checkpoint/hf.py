@@ -30,6 +30,7 @@ from lmdeploy.models.rope import rope_from_hf
 logger = logging.getLogger("lmdeploy")
 
 _MAX_CONFIG_BYTES = 16 << 20
+_MODELOPT_FILE = "hf_quant_config.json"
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 # Methods that may leave the weights unquantized.
 _KV_METHODS = ("compressed-tensors", "modelopt", "quark")
@@ -42,11 +43,25 @@ _ACTIVATIONS = {
 
 
 def method_of(folder: Path) -> str | None:
-    """Return the quantization method that config.json names, or None if it is not in METHODS."""
-    values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    """Return the quantization method that the config names, or None if it is not in METHODS."""
+    values = _read_config(folder)
     quantization = values.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     return method if isinstance(method, str) and method in METHODS else None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json, with those of ModelOpt's own file if there are any."""
+    values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    own = folder / _MODELOPT_FILE
+    if values.get("quantization_config") is None and own.is_file():
+        reader = ConfigReader(read_json_object(own, _MAX_CONFIG_BYTES), str(own))
+        algorithms = reader.child("quantization")
+        if algorithms is not None:
+            keys = [key for key in ("quant_algo", "kv_cache_quant_algo") if algorithms.has(key)]
+            found = {key: algorithms.text(key) for key in keys}
+            values["quantization_config"] = {"quant_method": "modelopt", **found}
+    return values
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +81,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     Raise ModelFormatError for anything that is not supported.
     """
     source = str(folder / "config.json") + (" with hf_overrides" if overrides else "")
-    values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    values = _read_config(folder)
     for key in overrides.keys() - values.keys():
         logger.warning("%s: hf_overrides set %r, which config.json does not have.", folder, key)
     values = merged(values, overrides)

@@ -47,7 +47,10 @@ class _Shard:
             self._span(name)
 
     def tensor(self, name: str, *, max_dims: int, formats: tuple[str, ...]) -> StoredTensor:
-        """Return a tensor after checking that its bytes match its shape."""
+        """Return a tensor after checking that its bytes match its shape.
+
+        A number without dimensions becomes a vector of one value.
+        """
         where = f"{self.path}: tensor {name}"
         record = self.records[name]
         kind = record.get("dtype")
@@ -57,11 +60,11 @@ class _Shard:
                 f"{where} has dtype {str(kind)[:40]}. It must be one of {', '.join(wanted_kinds)}."
             )
         dims = record.get("shape")
-        if not isinstance(dims, list) or not 1 <= len(dims) <= max_dims:
+        if not isinstance(dims, list) or len(dims) > max_dims:
             raise ModelFormatError(
-                f"{where} has shape {str(dims)[:80]}. It must have 1 to {max_dims} sizes."
+                f"{where} has shape {str(dims)[:80]}. It must have at most {max_dims} sizes."
             )
-        shape = check_shape(where, dims, file_bytes=int(self._data.size))
+        shape = check_shape(where, dims or [1], file_bytes=int(self._data.size))
         begin, end = self._span(name)
         wanted = _DTYPE_BYTES[kind] * math.prod(shape)
         if end - begin != wanted:

@@ -31,15 +31,19 @@ class Parts:
 
         Raise ModelFormatError if the tensor is missing or different.
         """
-        name = self.base + suffix
-        if not self.has(suffix):
-            raise ModelFormatError(f"{self.source}: tensor {name} is missing.")
-        tensor = self._file.tensor(name, formats=formats)
+        tensor = self.any_shape(suffix, formats=formats)
         if shape is None and len(tensor.shape) != 2:
             raise self.refuse(tensor, "It must have two dimensions.")
         if shape is not None and tensor.shape != shape:
             raise self.refuse(tensor, f"It must be {list(shape)}, because of the other tensors.")
         return tensor
+
+    def any_shape(self, suffix: str, *, formats: tuple[str, ...]) -> StoredTensor:
+        """Return a tensor of one or two dimensions. Raise ModelFormatError as `tensor` does."""
+        name = self.base + suffix
+        if not self.has(suffix):
+            raise ModelFormatError(f"{self.source}: tensor {name} is missing.")
+        return self._file.tensor(name, formats=formats)
 
     def refuse(self, tensor: StoredTensor, text: str) -> ModelFormatError:
         """Return an error about the shape of a tensor, for the caller to raise."""

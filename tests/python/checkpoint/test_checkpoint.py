@@ -144,7 +144,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "version is 'gemv'"),
     ({"quantization_config": {"quant_method": "awq", "group_size": 48}}, "group_size is 48"),
     ({"quantization_config": {"quant_method": "nova"}}, "quant_method is 'nova'"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'"),
     ({"is_causal": False}, "is_causal is false. It must be true"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5. It must be 1"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'.*yarn"),
@@ -334,14 +334,14 @@ SCHEME = {"num_bits": 8, "type": "float"}
         ),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
-            "quant_method is 'modelopt'. Use .*KV scales are not supported either",
+            "kv_cache_quant_algo declares KV scales, .* Remove kv_cache_quant_algo and",
         ),
         (
-            {"quant_method": "fp8", "kv_cache_scheme": SCHEME},
-            "quant_method is 'fp8'. Use .*KV scales are not supported either",
+            {"quant_method": "nova", "kv_cache_scheme": SCHEME},
+            "quant_method is 'nova'. Use .*KV scales are not supported either",
         ),
     ],
-    ids=["kv", "kv-modelopt", "both-modelopt", "both-fp8"],
+    ids=["kv", "kv-modelopt", "both-modelopt", "both-unknown"],
 )
 def test_open_checkpoint_kv_cache_schemes_are_rejected(
     copy_of_llama: Path, quantization: dict[str, Any], message: str
