@@ -56,7 +56,7 @@ def pack_rows(
 
 
 def unpack_rows(
-    codes: npt.NDArray[np.uint32], scale: npt.NDArray[np.float16], form: Form
+    codes: npt.NDArray[np.uint32], scale: npt.NDArray[np.float16], *, form: Form
 ) -> npt.NDArray[np.float32]:
     """Return the rows [..., D] of codes [..., D/8] and scales [..., 1] from `pack_rows`."""
     check_choice("form", form, choices=FORMS)

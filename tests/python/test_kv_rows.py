@@ -50,7 +50,7 @@ def test_scales_are_never_zero_or_infinite(form: Form) -> None:
         codes, stored = pack_rows(row, form)
         assert stored.dtype == np.float16 and (stored == np.float16(scale)).all()
         largest = 6 if form == "fp4" else 7
-        read = unpack_rows(codes, stored, form)
+        read = unpack_rows(codes, stored, form=form)
         assert np.isfinite(read).all()
         np.testing.assert_allclose(read, min(size, largest * scale), atol=scale / 2)
     assert nibbles(pack_rows(np.full(8, 1e6, np.float32), "fp4")[0]) == [7] * 8
@@ -69,14 +69,14 @@ def restated(x: np.ndarray, form: Form) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 def test_round_trip_equals_restatement_in_torch(form: Form) -> None:
     x = gaussian((3, 50, 64)) * np.float32(10) ** np.arange(-3, 2, 0.1, np.float32)[:50, None]
-    read = unpack_rows(*pack_rows(x, form), form)
+    read = unpack_rows(*pack_rows(x, form), form=form)
     np.testing.assert_allclose(read, restated(x, form).float().numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_round_trip_error_equals_figure(form: Form) -> None:
     x = gaussian()
-    error = np.linalg.norm(unpack_rows(*pack_rows(x, form), form) - x) / np.linalg.norm(x)
+    error = np.linalg.norm(unpack_rows(*pack_rows(x, form), form=form) - x) / np.linalg.norm(x)
     assert error == pytest.approx(FIGURES[form], rel=FIGURE_BAND)
 
 
@@ -87,7 +87,9 @@ def test_error_is_within_half_a_step(row: list[float], form: Form) -> None:
     codes, scale = pack_rows(x, form)
     largest, step = (6, 1) if form == "fp4" else (7, 0.5)
     kept = np.clip(x, -largest * float(scale[0]), largest * float(scale[0]))
-    assert np.abs(unpack_rows(codes, scale, form) - kept).max() <= step * float(scale[0]) * 1.0001
+    assert (
+        np.abs(unpack_rows(codes, scale, form=form) - kept).max() <= step * float(scale[0]) * 1.0001
+    )
 
 
 BAD: list[tuple[Any, str, str]] = [
@@ -118,4 +120,4 @@ def test_unpack_rows_rejects() -> None:
         (codes, scale[:, 0], "scale must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            unpack_rows(bad_codes, bad_scale, "fp4")
+            unpack_rows(bad_codes, bad_scale, form="fp4")
