@@ -20,6 +20,10 @@ class ConfigReader:
         """Return whether the key exists and is not null."""
         return self._values.get(key) is not None
 
+    def keys(self) -> list[str]:
+        """Return all keys."""
+        return list(self._values)
+
     def integer(
         self, key: str, *, default: int | None = None, low: int = 1, high: int = _MAX_INTEGER
     ) -> int:
@@ -55,6 +59,10 @@ class ConfigReader:
         if not isinstance(value, str):
             self._refuse(key, value, wanted="a string")
         return str(value)
+
+    def any_text(self, key: str) -> str:
+        """Return the value of any type as text, empty if the key is missing."""
+        return str(self._values[key])[:80] if self.has(key) else ""
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings, empty if the key is missing."""

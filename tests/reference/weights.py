@@ -56,6 +56,27 @@ def read_awq(parts: Tensors) -> Floats:
     return np.ascontiguousarray(values.T)
 
 
+def read_packed(parts: Tensors, bits: int) -> Floats:
+    """Read compressed-tensors' `pack-quantized`: words along the inputs; of zeros, the outputs."""
+    outputs, inputs = (int(size) for size in parts["weight_shape"])
+    codes = fields(parts["weight_packed"], bits).reshape(outputs, -1)[:, :inputs]
+    scales = parts["weight_scale"].astype(np.float32).reshape(-1, parts["weight_scale"].shape[-1])
+    scales = np.broadcast_to(scales, (outputs, scales.shape[1]))
+    zeros = np.full(scales.shape, 1 << (bits - 1))
+    if "weight_zero_point" in parts:
+        zeros = fields(parts["weight_zero_point"].T, bits).reshape(scales.shape[1], -1).T[:outputs]
+    order = parts.get("weight_g_idx", np.arange(inputs) * scales.shape[1] // inputs)
+    differences = codes.astype(np.float32) - zeros.astype(np.float32)[:, order]
+    return np.asarray(differences * scales[:, order], np.float32)
+
+
+def read_int8(parts: Tensors) -> Floats:
+    """Read compressed-tensors' `int-quantized` and `naive-quantized` integers."""
+    codes = parts["weight"].astype(np.float32)
+    scales = parts["weight_scale"].astype(np.float32).reshape(-1, parts["weight_scale"].shape[-1])
+    return np.asarray(codes * scales.repeat(codes.shape[1] // scales.shape[1], axis=1), np.float32)
+
+
 def read_fp8(codes: np.ndarray, scales: Floats, block: tuple[int, int] | None = None) -> Floats:
     """Read E4M3 codes [outputs, inputs]. Scales are per tensor, per output or per block."""
     values = E4M3_VALUES[codes.view(np.uint8)].astype(np.float32)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
 from lmdeploy.checkpoint.methods.awq import open_awq
+from lmdeploy.checkpoint.methods.compressed_tensors import open_compressed_tensors
 from lmdeploy.checkpoint.methods.fp8 import open_fbgemm_fp8, open_fp8, open_modelopt
 from lmdeploy.checkpoint.methods.gptq import open_gptq
 from lmdeploy.models.config_reader import ConfigReader
@@ -28,6 +29,7 @@ class OpenMethod(Protocol):
 METHODS: dict[str, OpenMethod] = {
     "awq": open_awq,
     "gptq": open_gptq,
+    "compressed-tensors": open_compressed_tensors,
     "fp8": open_fp8,
     "fbgemm_fp8": open_fbgemm_fp8,
     "modelopt": open_modelopt,
