@@ -326,7 +326,7 @@ SCHEME = {"num_bits": 8, "type": "float"}
     [
         (
             {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
-            "kv_cache_scheme declares KV scales, .*lite calibrate.* Remove quantization_config and",
+            "kv_cache_scheme declares KV scales, .*lite calibrate.* Remove kv_cache_scheme and",
         ),
         (
             {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
