@@ -18,14 +18,14 @@ MAX_AGE_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and its conversation in OpenAI's form without instructions.
+    """A response, and all input items of its conversation.
 
     `owner` is the hash of the key that made the response.
     """
 
     owner: str
     body: dict[str, Any]
-    messages: Sequence[dict[str, Any]]
+    input_items: Sequence[dict[str, Any]]
 
 
 class ResponseStore:
@@ -42,7 +42,7 @@ class ResponseStore:
 
     def add(self, response: StoredResponse) -> None:
         """Keep a response under its id, unless it exceeds the bounds alone."""
-        size = len(json_bytes(response.body)) + len(json_bytes(list(response.messages)))
+        size = len(json_bytes(response.body)) + len(json_bytes(list(response.input_items)))
         with self._lock:
             self._entries[response.body["id"]] = (self._clock(), size, response)
             self.num_bytes += size

@@ -55,3 +55,20 @@ async def prepare_conversation(
     room = max(state.engine.max_request_tokens - len(ids), 1)
     config = make_config(fields, limits, model_defaults=state.engine.loaded.sampling, room=room)
     return PreparedRequest([ids], config, start=start)
+
+
+async def count_prompt_tokens(state: ServerState, conversation: Conversation) -> int:
+    """Return the number of tokens of a conversation as a prompt, in a slot of its own.
+
+    Raise OptionError for a bad field.
+    """
+    with state.admission.enter():
+        prompt = await asyncio.to_thread(
+            encode_chat,
+            state.engine.loaded,
+            list(conversation.messages),
+            tool_use=check_tool_use(conversation.tools, conversation.tool_choice),
+            template_options=conversation.options,
+            begins_answer=conversation.begins_answer,
+        )
+    return len(prompt.ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,13 +12,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from lmdeploy.base.checks import OptionError, refuse, show
-from lmdeploy.chat.prompts import encode_chat
-from lmdeploy.chat.tool_calls import ToolCall, check_tool_use
+from lmdeploy.chat.tool_calls import ToolCall
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import ERROR_FORMS, ApiError, JsonResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.routes.base import Endpoint, check_model, post, respond, state_of
-from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
+from lmdeploy.serve.routes.conversation import (
+    Conversation,
+    count_prompt_tokens,
+    prepare_conversation,
+)
 from lmdeploy.serve.routes.documentation import ERROR_MODELS
 from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import ApiRequest, Flag, Objects, SamplingFields, Texts
@@ -417,13 +419,5 @@ async def count_tokens(request: Request, body: MessageFields) -> Response:
     """Return the number of tokens of a conversation as a prompt."""
     state = state_of(request)
     check_model(state, body.model)
-    conversation = conversation_of(body)
-    with state.admission.enter():
-        prompt = await asyncio.to_thread(
-            encode_chat,
-            state.engine.loaded,
-            list(conversation.messages),
-            tool_use=check_tool_use(conversation.tools, conversation.tool_choice),
-            template_options=conversation.options,
-        )
-    return JsonResponse({"input_tokens": len(prompt.ids)})
+    num_tokens = await count_prompt_tokens(state, conversation_of(body))
+    return JsonResponse({"input_tokens": num_tokens})

@@ -1,4 +1,4 @@
-"""①⑨ POST /v1/responses: OpenAI's Responses API with function tools."""
+"""①⑨ /v1/responses: OpenAI's Responses API with function tools."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, PrivateAttr
 
-from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response
 from lmdeploy.serve.http.response_store import StoredResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
-from lmdeploy.serve.routes.base import Endpoint, post, respond, state_of
-from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
+from lmdeploy.serve.routes.base import Endpoint, check_model, post, respond, state_of
+from lmdeploy.serve.routes.conversation import count_prompt_tokens, prepare_conversation
 from lmdeploy.serve.routes.documentation import documented
+from lmdeploy.serve.routes.response_input import (
+    ITEM_QUERY,
+    Item,
+    ResponseFields,
+    conversation_of,
+    page_of_items,
+)
 from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import Objects, SamplingFields, Texts
 from lmdeploy.serve.state import ServerState
@@ -30,26 +37,17 @@ from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
 router = APIRouter()
 
-Item = dict[str, Any]
 _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 _EMPTY_TOOL: Item = {"description": None, "parameters": None, "strict": None}
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(ResponseFields, SamplingFields):
     """Body of POST /v1/responses."""
 
     model: str
     input: str | Objects
-    instructions: str | None = None
-    previous_response_id: str | None = None
     store: bool | None = True
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     background: bool | None = False
     include: Texts | None = None
@@ -58,15 +56,7 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     _owner: str = PrivateAttr(default="")  # set by the route
-    _messages: list[dict[str, Any]] = PrivateAttr(default_factory=list)
-
-    @property
-    def effort(self) -> str | None:
-        """Return the effort of the reasoning."""
-        effort = (self.reasoning or {}).get("effort")
-        if not isinstance(effort, (str, type(None))):
-            raise refuse("reasoning.effort", effort, wanted="a string")
-        return effort
+    _items: list[Item] = PrivateAttr(default_factory=list)  # all input items
 
     @property
     def num_logprobs(self) -> int | None:
@@ -78,78 +68,14 @@ class ResponsesRequest(SamplingFields):
         return (self.top_logprobs or 0) if wanted else None
 
 
+class InputTokensRequest(ResponseFields):
+    """Body of POST /v1/responses/input_tokens."""
+
+    model: str | None = None  # None is the served model
+    input: str | Objects | None = None
+
+
 # Requests.
-
-
-def input_messages(items: str | list[Item]) -> list[dict[str, Any]]:
-    """Return input items as messages of chat completions. Raise OptionError for a wrong item.
-
-    Reasoning and function calls belong to the message of the assistant that is next to them.
-    """
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
-    for index, item in enumerate(items):
-        _add_item(messages, f"input[{index}]", item=item)
-    return messages
-
-
-def _add_item(messages: list[dict[str, Any]], name: str, *, item: Item) -> None:
-    kind = item.get("type", "message")
-    if kind == "message":
-        role = item.get("role")
-        text = _text(f"{name}.content", item.get("content"))
-        last = messages[-1] if messages else {}
-        if role == "assistant" and last.get("role") == role and not last["content"]:
-            last["content"] = text  # after its reasoning
-        else:
-            messages.append({"role": role, "content": text})
-    elif kind == "reasoning":
-        thoughts = _text(name, item.get("content") or item.get("summary") or "")
-        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
-    elif kind == "function_call":
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        output = _text(f"{name}.output", item.get("output"))
-        call_id = item.get("call_id")
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-    else:
-        wanted = "message, reasoning, function_call or function_call_output"
-        raise refuse(f"{name}.type", kind, wanted=wanted)
-
-
-def _text(name: str, content: Any) -> str:
-    """Return a text that may be a list of text parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refuse(name, content, wanted="a string or a list of text parts")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text" if kind != "refusal" else "refusal") if kind is not None else None
-        if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
-            reason = f"is {show(kind)}. It must be a text part with a string."
-            raise OptionError(f"{name}[{index}].type", reason)
-        texts.append(text)
-    return "".join(texts)
-
-
-def _tools(tools: Sequence[Item]) -> list[Item]:
-    """Return tools in the form of chat completions."""
-    converted = []
-    for index, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            wanted = "function, because the server runs no tools itself"
-            raise refuse(f"tools[{index}].type", tool.get("type"), wanted=wanted)
-        keys = ("name", "description", "parameters", "strict")
-        function = {key: tool[key] for key in keys if tool.get(key) is not None}
-        converted.append({"type": "function", "function": function})
-    return converted
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -169,34 +95,13 @@ async def prepare_response(state: ServerState, request: ResponsesRequest) -> Pre
     """Make the prompt and the options. Raise ApiError or OptionError for a bad field."""
     if request.background:
         raise OptionError("background", "is true, but the server answers at once. Remove it.")
-    messages = input_messages(request.input)
-    if request.previous_response_id is not None:
-        messages = [*_previous(state, request).messages, *messages]
-    request._messages = messages
-    instructions = [{"role": "system", "content": request.instructions or ""}]
-    conversation = Conversation(
-        [*(instructions if request.instructions else []), *messages],
-        tools=_tools(request.tools or []),
-        tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls,
-        options={} if request.effort is None else {"reasoning_effort": request.effort},
-        begins_answer=True if messages and messages[-1]["role"] == "assistant" else None,
+    conversation, request._items = conversation_of(
+        state, request, given=request.input, owner=request._owner
     )
     response_format = _response_format(request.text) or request.response_format
     fields = request.model_copy(update={"response_format": response_format})
     limits = Limits(max_new_tokens=request.max_output_tokens, logprobs=request.num_logprobs)
     return await prepare_conversation(state, conversation, fields=fields, limits=limits)
-
-
-def _previous(state: ServerState, request: ResponsesRequest) -> StoredResponse:
-    name = request.previous_response_id or ""
-    found = state.responses.get(name, owner=request._owner)
-    if found is None:
-        message = f"previous_response_id is {show(name)}, but there is no such response."
-        raise ApiError(
-            404, message, param="previous_response_id", code="previous_response_not_found"
-        )
-    return found
 
 
 # Responses.
@@ -369,8 +274,7 @@ class ResponsesReply:
         body["usage"] = self._usage_body(answer)
         request = self._request
         if request.store is not False:
-            messages = [*request._messages, *input_messages(self._output.items)]
-            self._state.responses.add(StoredResponse(request._owner, body, messages))
+            self._state.responses.add(StoredResponse(request._owner, body, request._items))
         return body
 
     def _usage_body(self, answer: Answer) -> dict[str, Any]:
@@ -441,10 +345,12 @@ def _owner(request: Request) -> str:
     return hashlib.sha256(given.encode()).hexdigest()
 
 
+# Field of an error → its name in a body.
+_FIELDS = {"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"}
 _ENDPOINT = Endpoint(
     prepare_response,
     ResponsesReply,
-    fields={"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
+    fields=_FIELDS,
     model=lambda body: body.model,
 )
 
@@ -469,11 +375,45 @@ async def compact() -> Response:
     return error_response(ApiError(404, "Compaction is not supported. Send shorter conversations."))
 
 
+@post(
+    router,
+    "/v1/responses/input_tokens",
+    body=InputTokensRequest,
+    errors=(404,),
+    needs_slot=True,
+)
+async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
+    """Return the number of tokens of a conversation as a prompt."""
+    state = state_of(request)
+    if body.model is not None:
+        check_model(state, body.model)
+    owner = _owner(request)
+    conversation, _ = conversation_of(state, body, given=body.input or [], owner=owner)
+    try:
+        num_tokens = await count_prompt_tokens(state, conversation)
+    except OptionError as error:
+        raise error.renamed(_FIELDS.get(error.field, error.field)) from error
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
 @router.get("/v1/responses/{response_id}", responses=documented(404))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
     found = state_of(request).responses.get(response_id, owner=_owner(request))
     return _unknown(response_id) if found is None else JsonResponse(found.body)
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    responses=documented(400, 404),
+    openapi_extra={"parameters": ITEM_QUERY},
+)
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """Return the input items of a stored response, which begin with the earlier responses'."""
+    found = state_of(request).responses.get(response_id, owner=_owner(request))
+    if found is None:
+        return _unknown(response_id)
+    return JsonResponse(page_of_items(found, request.query_params))
 
 
 @router.delete("/v1/responses/{response_id}", responses=documented(404))

@@ -268,7 +268,9 @@ STATUSES = {
     "/v1/messages/count_tokens": OF_POST | {"404"},
     "/anthropic/v1/models": OF_ALL,
     "/v1/responses": OF_POST | {"404"},
+    "/v1/responses/input_tokens": OF_POST | {"404"},
     "/v1/responses/{response_id}": OF_ALL | {"404"},
+    "/v1/responses/{response_id}/input_items": OF_ALL | {"400", "404"},
 }
 
 

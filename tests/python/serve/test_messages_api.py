@@ -117,6 +117,19 @@ def test_messages_tool_choice_any_is_enforced_by_a_grammar(
     assert len(grammars) == 2 and all("get_weather" in text for text in grammars)
 
 
+def test_messages_tool_choice_without_tools_must_not_force_a_call(
+    client: anthropic.Anthropic,
+) -> None:
+    ask: Any = {**ASK, "messages": [{"role": "user", "content": "hello"}]}
+    for tools in ({}, {"tools": []}):
+        for choice in ({"type": "auto"}, {"type": "none"}):
+            message = client.messages.create(**ask, **tools, tool_choice=choice)
+            assert message.stop_reason == "end_turn"
+        for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+            with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+                client.messages.create(**ask, **tools, tool_choice=choice)
+
+
 def test_messages_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
     ask = {name: ASK[name] for name in ("model", "messages")}
     count = client.messages.count_tokens(**ask, tools=[TOOL]).input_tokens

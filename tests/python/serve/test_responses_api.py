@@ -97,6 +97,8 @@ def test_responses_are_visible_only_to_the_key_that_made_them(client: openai.Ope
         lambda: other.responses.retrieve(made.id),
         lambda: other.responses.delete(made.id),
         lambda: other.responses.create(model="m", input="x", previous_response_id=made.id),
+        lambda: other.responses.input_items.list(made.id),
+        lambda: other.responses.input_tokens.count(input="x", previous_response_id=made.id),
     ):
         with pytest.raises(openai.NotFoundError):
             use()
@@ -118,6 +120,81 @@ def test_responses_limit_of_tokens_makes_them_incomplete(client: openai.OpenAI) 
     made = client.responses.create(model="m", input="hello", max_output_tokens=3)
     assert made.status == "incomplete" and made.incomplete_details is not None
     assert made.incomplete_details.reason == "max_output_tokens"
+
+
+def test_responses_stream_at_the_limit_of_tokens_ends_as_incomplete(client: openai.OpenAI) -> None:
+    events = list(
+        client.responses.create(model="m", input="hello", max_output_tokens=3, stream=True)
+    )
+    names = [event.type.removeprefix("response.") for event in events]
+    assert names[-2:] == ["output_item.done", "incomplete"] and "completed" not in names
+    last, item = events[-1], events[-2]
+    assert last.type == "response.incomplete" and item.type == "response.output_item.done"
+    assert item.item.status == "incomplete"  # type: ignore[union-attr]
+    assert last.response.incomplete_details is not None
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert last.response.usage is not None and last.response.usage.output_tokens == 3
+
+
+def test_responses_input_items_are_those_of_the_whole_conversation(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="m", input="Weather?", tools=[TOOL])
+    (call_id,) = [item.call_id for item in first.output if item.type == "function_call"]
+    output: Any = {"type": "function_call_output", "call_id": call_id, "output": "7 degrees"}
+    message: Any = {"role": "user", "content": [{"type": "input_text", "text": "And?"}]}
+    second = client.responses.create(
+        model="m", input=[output, message], previous_response_id=first.id, instructions="Be kind."
+    )
+    (item,) = client.responses.input_items.list(first.id)
+    assert item.type == "message" and item.role == "user"
+    assert item.content[0].text == "Weather?"  # type: ignore[union-attr]
+    oldest_first = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert oldest_first[0] == item
+    assert [item.id for item in oldest_first[1:4]] == [item.id for item in first.output]
+    assert [item.type for item in oldest_first[4:]] == ["function_call_output", "message"]
+    assert len({item.id for item in oldest_first}) == len(oldest_first) == 6
+    assert list(client.responses.input_items.list(second.id)) == oldest_first[::-1]
+
+
+def test_responses_input_items_are_read_in_pages(client: openai.OpenAI, url: str) -> None:
+    ask: Any = [{"role": "user", "content": str(i), "id": "same"} for i in range(5)]
+    made = client.responses.create(model="m", input=ask)
+    path = f"{url}/v1/responses/{made.id}/input_items"
+    key = {"authorization": "Bearer x"}
+
+    def page(**query: Any) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(path, params=query, headers=key).json()
+        return found
+
+    first = page(limit=2)
+    assert [item["content"][0]["text"] for item in first["data"]] == ["4", "3"]
+    assert first["has_more"] and first["first_id"] == first["data"][0]["id"]
+    second = page(limit=3, after=first["last_id"])
+    assert [item["content"][0]["text"] for item in second["data"]] == ["2", "1", "0"]
+    assert not second["has_more"]
+    end = page(after=second["last_id"])
+    assert (end["data"], end["first_id"], end["has_more"]) == ([], None, False)
+    for query in ({"limit": 0}, {"limit": 101}, {"limit": "x"}, {"order": "up"}, {"after": "x"}):
+        reply = httpx.get(path, params=query, headers=key)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] in query
+
+
+def test_responses_input_tokens_equal_the_usage(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="m", input="Weather?", tools=[TOOL])
+    ask: Any = {"instructions": "Be kind.", "input": "And?", "previous_response_id": first.id}
+    for change in (
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ):
+        wanted = client.responses.create(model="m", **{**ask, **change}).usage
+        count = client.responses.input_tokens.count(model="m", **{**ask, **change})
+        assert wanted is not None and count.input_tokens == wanted.input_tokens
+        assert count.object == "response.input_tokens"
+        assert client.responses.input_tokens.count(**{**ask, **change}) == count
+    with pytest.raises(openai.NotFoundError, match="model is"):
+        client.responses.input_tokens.count(model="other", input="x")
+    with pytest.raises(openai.BadRequestError, match="input is"):
+        client.responses.input_tokens.count(model="m")
 
 
 def test_responses_text_format_is_a_grammar(

@@ -1,0 +1,226 @@
+"""① The conversation in a request of OpenAI's Responses API, and its input items."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.http.response_store import StoredResponse
+from lmdeploy.serve.routes.conversation import Conversation
+from lmdeploy.serve.schema import ApiRequest, Objects
+from lmdeploy.serve.state import ServerState
+
+Item = dict[str, Any]
+MAX_ITEMS = 100  # in one response of GET /v1/responses/{response_id}/input_items
+_DEFAULT_ITEMS = 20
+# The query of that endpoint, as /openapi.json describes it.
+ITEM_QUERY: list[Item] = [
+    {"name": name, "in": "query", "required": False, "schema": schema}
+    for name, schema in (
+        ("after", {"type": "string"}),
+        ("limit", {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS}),
+        ("order", {"type": "string", "enum": ["asc", "desc"]}),
+    )
+]
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+# Type of an item → the beginning of its id.
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+
+
+class ResponseFields(ApiRequest):
+    """The fields that describe a conversation, besides `model` and `input`."""
+
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """Return the effort of the reasoning."""
+        effort = (self.reasoning or {}).get("effort")
+        if not isinstance(effort, (str, type(None))):
+            raise refuse("reasoning.effort", effort, wanted="a string")
+        return effort
+
+
+def conversation_of(
+    state: ServerState, request: ResponseFields, *, given: str | list[Item], owner: str
+) -> tuple[Conversation, list[Item]]:
+    """Return the conversation of a request and all its input items.
+
+    Both begin with the conversation of `previous_response_id`.
+
+    Args:
+        state: the state of the server.
+        request: the fields of the request.
+        given: its `input`.
+        owner: the hash of its key.
+
+    Raise ApiError or OptionError for a wrong field.
+    """
+    messages = input_messages(given)
+    items = with_ids([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    if request.previous_response_id is not None:
+        earlier = _previous(state, request.previous_response_id, owner=owner)
+        messages = [*input_messages(earlier), *messages]
+        items = with_ids([*earlier, *items])
+    instructions = [{"role": "system", "content": request.instructions or ""}]
+    conversation = Conversation(
+        [*(instructions if request.instructions else []), *messages],
+        tools=_tools(request.tools or []),
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        options={} if request.effort is None else {"reasoning_effort": request.effort},
+        begins_answer=True if messages and messages[-1]["role"] == "assistant" else None,
+    )
+    return conversation, items
+
+
+def _previous(state: ServerState, name: str, *, owner: str) -> list[Item]:
+    """Return the input and output items of a stored response."""
+    found = state.responses.get(name, owner=owner)
+    if found is None:
+        message = f"previous_response_id is {show(name)}, but there is no such response."
+        raise ApiError(
+            404, message, param="previous_response_id", code="previous_response_not_found"
+        )
+    return [*found.input_items, *found.body["output"]]
+
+
+def input_messages(items: str | list[Item]) -> list[dict[str, Any]]:
+    """Return input items as messages of chat completions. Raise OptionError for a wrong item.
+
+    Reasoning and function calls belong to the message of the assistant that is next to them.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        _add_item(messages, f"input[{index}]", item=item)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], name: str, *, item: Item) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        text = _text(f"{name}.content", item.get("content"))
+        last = messages[-1] if messages else {}
+        if role == "assistant" and last.get("role") == role and not last["content"]:
+            last["content"] = text  # after its reasoning
+        else:
+            messages.append({"role": role, "content": text})
+    elif kind == "reasoning":
+        thoughts = _text(name, item.get("content") or item.get("summary") or "")
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _text(f"{name}.output", item.get("output"))
+        call_id = item.get("call_id")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    else:
+        wanted = "message, reasoning, function_call or function_call_output"
+        raise refuse(f"{name}.type", kind, wanted=wanted)
+
+
+def _text(name: str, content: Any) -> str:
+    """Return a text that may be a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refuse(name, content, wanted="a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text" if kind != "refusal" else "refusal") if kind is not None else None
+        if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
+            reason = f"is {show(kind)}. It must be a text part with a string."
+            raise OptionError(f"{name}[{index}].type", reason)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools(tools: Sequence[Item]) -> list[Item]:
+    """Return tools in the form of chat completions."""
+    converted = []
+    for index, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            wanted = "function, because the server runs no tools itself"
+            raise refuse(f"tools[{index}].type", tool.get("type"), wanted=wanted)
+        keys = ("name", "description", "parameters", "strict")
+        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        converted.append({"type": "function", "function": function})
+    return converted
+
+
+# Input items of stored responses.
+
+
+def with_ids(items: Sequence[Item]) -> list[Item]:
+    """Return items in the form in which the API returns them: each has a type, status and own id.
+
+    Text of a message becomes a text part.
+    """
+    seen: set[str] = set()
+    result = []
+    for item in items:
+        kind = item.get("type", "message")
+        item_id = item.get("id")
+        if not isinstance(item_id, str) or item_id in seen:
+            item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+        seen.add(item_id)
+        whole = {**item, "id": item_id, "type": kind, "status": item.get("status") or "completed"}
+        if kind == "message" and isinstance(item["content"], str):
+            whole["content"] = [_text_part(item["role"], item["content"])]
+        result.append(whole)
+    return result
+
+
+def _text_part(role: str, text: str) -> Item:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "input_text", "text": text}
+
+
+def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the input items that a query selects with `after`, `limit` and `order`.
+
+    The newest come first unless `order` is asc. Raise OptionError for a wrong value.
+    """
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise refuse("order", order, wanted="asc or desc")
+    limit = query.get("limit", str(_DEFAULT_ITEMS))
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_ITEMS:
+        raise refuse("limit", limit, wanted=f"an integer from 1 to {MAX_ITEMS}")
+    items = list(stored.input_items)[:: 1 if order == "asc" else -1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise refuse("after", after, wanted="the id of an input item")
+        items = items[ids.index(after) + 1 :]
+    page = items[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(items),
+    }
