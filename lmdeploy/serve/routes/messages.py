@@ -38,6 +38,7 @@ _ERROR_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+_NO_THREADS = "thread_unsupported_request"  # clients then send the whole conversation
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -63,6 +64,7 @@ class MessagesRequest(MessageFields):
     stop_sequences: Texts | None = None
     stream: Flag | None = False
     output_format: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None  # refused
 
     @property
     def sampling(self) -> SamplingFields:
@@ -94,7 +96,10 @@ def error_body(error: ApiError) -> dict[str, Any]:
     message = " ".join(error.message.split())
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # clients recognize an overflow by these words
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == _NO_THREADS:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told}
 
 
 _EVENTS = EventForm(error_body, is_named=True)
@@ -104,7 +109,7 @@ class AnthropicError(BaseModel):
     """The body of every error of this API."""
 
     type: Literal["error"]
-    error: dict[str, str]  # type and message
+    error: dict[str, Any]  # type, message and perhaps details
 
 
 for _beginning in ("/v1/messages", "/anthropic/"):
@@ -233,7 +238,13 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 
 
 async def prepare_message(state: ServerState, request: MessagesRequest) -> PreparedRequest:
-    """Make the prompt and the options. Raise OptionError for a bad field."""
+    """Make the prompt and the options. Raise ApiError or OptionError for a bad field."""
+    if request.thread is not None:
+        message = (
+            f"thread is {show(request.thread)}, but the server keeps no conversations. "
+            "Send all messages without it."
+        )
+        raise ApiError(400, message, param="thread", code=_NO_THREADS)
     return await prepare_conversation(
         state,
         conversation_of(request),

@@ -130,6 +130,20 @@ def test_messages_tool_choice_without_tools_must_not_force_a_call(
                 client.messages.create(**ask, **tools, tool_choice=choice)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_threads_are_refused_with_the_code_that_clients_know(
+    client: anthropic.Anthropic, url: str, stream: bool
+) -> None:
+    """Clients send only new messages to a server that accepts `thread`."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_0"}):
+        body = {**ASK, "thread": thread, "stream": stream}
+        reply = httpx.post(f"{url}/v1/messages", json=body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert client.messages.create(**ASK, extra_body={"thread": None}).content
+
+
 def test_messages_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
     ask = {name: ASK[name] for name in ("model", "messages")}
     count = client.messages.count_tokens(**ask, tools=[TOOL]).input_tokens
