@@ -24,7 +24,11 @@ The result of a call comes between <tool_response> and </tool_response>."""
 
 @dataclass(frozen=True)
 class PromptedCalls(JsonCalls):
-    """Calls that the first message asks for, with results in messages of the user."""
+    """Calls that the first message asks for, with results in messages of the user.
+
+    Nothing separates calls. Small models write a line break after a call whatever comes next, so a
+    grammar that allowed one only before another call would make them call without end.
+    """
 
     def matches(self, model: ModelInfo) -> bool:
         """Return whether the model has a chat template."""
@@ -43,9 +47,8 @@ class PromptedCalls(JsonCalls):
                 else:
                     prepared.append({**message, "role": "user", "content": result})
             elif "tool_calls" in message:
-                content = "\n".join(
-                    [*filter(None, [message["content"]]), *map(_text_of, message["tool_calls"])]
-                )
+                calls = "".join(map(_text_of, message["tool_calls"]))
+                content = "\n".join(filter(None, [message["content"], calls]))
                 prepared.append({"role": "assistant", "content": content})
             else:
                 prepared.append(message)

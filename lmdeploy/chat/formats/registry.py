@@ -104,9 +104,7 @@ TOOL_CALL_PARSERS: tuple[Parser, ...] = (
         end="<end_function_call>",
         quote="<escape>",
     ),
-    PromptedCalls(
-        ("prompted",), begin="<tool_call>", end="</tool_call>", space="\n", separator="\n"
-    ),
+    PromptedCalls(("prompted",), begin="<tool_call>", end="</tool_call>", space="\n"),
 )
 
 

@@ -170,6 +170,23 @@ def test_required_calls_parse_and_fit_their_schemas(name: str, tokenizer: Tokeni
         check_calls(calls)
 
 
+def test_required_answer_of_a_prompted_model_goes_on_only_with_the_mark_of_a_call() -> None:
+    """Small models write a line break after a call, which must not oblige them to call again."""
+    chat = chat_format("prompted", WITH_TOKENS)
+    grammar = chat.grammar(AnswerStart(tool_use=use(tool_choice="required")), None)
+    assert grammar is not None
+    next_mask = Grammars(lambda: WITH_TOKENS.grammar_tokenizer()).token_mask(grammar)
+    mask = np.zeros((WITH_TOKENS.vocab_size + 31) // 32, dtype=np.int32)
+    call = '<tool_call>\n{"name": "tool_0", "arguments": {}}\n</tool_call>'
+    for text in (None, call):
+        ids = [] if text is None else WITH_TOKENS.encode(text, add_special=False)
+        assert next_mask(ids, mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    (begin,) = WITH_TOKENS.encode("<tool_call>", add_special=False)
+    (less,) = WITH_TOKENS.encode("<", add_special=False)
+    assert {256, begin} <= set(allowed) <= {256, begin, less}
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_named_call_is_the_only_one(name: str) -> None:
     chat = chat_format(name, WITH_TOKENS)
