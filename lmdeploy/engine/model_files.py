@@ -16,6 +16,7 @@ from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.checkpoint.convert import engine_bytes
 from lmdeploy.checkpoint.fingerprint import FileIdentities, identify_files
 from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.kv_scales import KvScales
 from lmdeploy.checkpoint.load import cache_of, load_through_cache, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.weight_cache import WeightCacheWriter
@@ -57,6 +58,7 @@ class ModelInfo:
     mapped_bytes: int  # the part of weight_bytes that stays in the mapped file (MXFP4 experts)
     file_bytes: int  # size of the tensors in the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
+    kv_scales: KvScales | None = None  # of an FP8 cache, if the checkpoint has them
 
 
 @dataclass
@@ -72,6 +74,7 @@ class LoadedModel:
     mapped_bytes: int = 0  # size of the weights in mapped files, resident after their first use
     generation_config: dict[str, Any] = field(default_factory=dict)
     cache_writer: WeightCacheWriter | None = None  # start it when the engine is ready
+    kv_scales: KvScales | None = None  # of an FP8 cache, if the checkpoint has them
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class ModelFiles:
             tokenizer=texts.tokenizer,
             weights=loaded.weights,
             cache_writer=loaded.cache_writer,
+            kv_scales=self.info.kv_scales,
         )
 
 
@@ -247,6 +251,7 @@ def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> M
         mapped_bytes=sum(planned.tensor.num_bytes for planned in mapped),
         file_bytes=sum(planned.tensor.num_bytes for planned in checkpoint.tensors),
         stored_dtype=checkpoint.stored_dtype,
+        kv_scales=checkpoint.kv_scales,
     )
 
 

@@ -40,6 +40,7 @@ def identity_of_cache(
         "scale_search": kv.scale_search,
         "sink_tokens": kv.sink_tokens,
         "recent_tokens": kv.recent_tokens,
+        "scales": None if kv.scales is None else [kv.scales.k, kv.scales.v],
         "exact": config.exact,
         "overrides": json.dumps(config.hf_overrides, sort_keys=True, default=str),
         "rope_factor": float(config.rope_scaling_factor),

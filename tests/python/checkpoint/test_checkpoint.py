@@ -325,23 +325,15 @@ SCHEME = {"num_bits": 8, "type": "float"}
     ("quantization", "message"),
     [
         (
-            {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
-            "kv_cache_scheme declares KV scales, .*lite calibrate.* Remove kv_cache_scheme and",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
-            "kv_cache_quant_algo declares KV scales, .*--kv-calibration FILE",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
-            "kv_cache_quant_algo declares KV scales, .* Remove kv_cache_quant_algo and",
+            {"quant_method": "quark", "kv_cache_quant_config": SCHEME},
+            "kv_cache_quant_config declares KV scales, .*lite calibrate.* Remove quantiz",
         ),
         (
             {"quant_method": "nova", "kv_cache_scheme": SCHEME},
             "quant_method is 'nova'. Use .*KV scales are not supported either",
         ),
     ],
-    ids=["kv", "kv-modelopt", "both-modelopt", "both-unknown"],
+    ids=["kv", "both-unknown"],
 )
 def test_open_checkpoint_kv_cache_schemes_are_rejected(
     copy_of_llama: Path, quantization: dict[str, Any], message: str
