@@ -63,7 +63,7 @@ def take_kv_scales(
     if not names:
         return file, None
     sides = [
-        tuple(_scale(file, names, (layer, side), source=source) for layer in range(num_layers))
+        tuple(_scale(file, names, key=(layer, side), source=source) for layer in range(num_layers))
         for side in ("k", "v")
     ]
     kept = {name for (layer, _), name in names.items() if layer < num_layers}
@@ -71,7 +71,7 @@ def take_kv_scales(
 
 
 def _scale(
-    file: TensorFile, names: Mapping[tuple[int, str], str], key: tuple[int, str], *, source: str
+    file: TensorFile, names: Mapping[tuple[int, str], str], *, key: tuple[int, str], source: str
 ) -> float:
     layer, side = key
     if key not in names:
