@@ -129,7 +129,7 @@ def plan_engine(
     """
     from lmdeploy import _turbomind
     from lmdeploy.checkpoint.hub import resolve_model
-    from lmdeploy.engine.model_files import open_files
+    from lmdeploy.engine.model_files import ModelChanges, open_files
 
     path = resolve_model(model_path, revision=config.revision, download_dir=config.download_dir)
     check_model_format(path, config.model_format, model_path=model_path)
@@ -139,8 +139,11 @@ def plan_engine(
         dtype=config.dtype,
         exact=config.exact,
         capability=capability,
-        overrides=config.hf_overrides,
-        rope_factor=float(config.rope_scaling_factor),
+        changes=ModelChanges(
+            overrides=config.hf_overrides,
+            rope_factor=float(config.rope_scaling_factor),
+            weight_format=config.weight_format,
+        ),
     )
     info = files.info
     engine_config, kv = engine_config_of(
