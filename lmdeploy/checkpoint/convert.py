@@ -105,7 +105,7 @@ def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArra
     rows = tensor.raw.reshape(tensor.rows, -1)[span]
     if kind not in ("f32", "bf16") and stored_format in REPACKED:
         return REPACKED[stored_format][1](rows)
-    values = _to_f32(stored_format, rows)
+    values = values_of_rows(stored_format, rows)
     if kind == "f32":
         return np.ascontiguousarray(values)
     return values_to_q8_0(values) if kind == "q8_0" else bf16_bits(values)
@@ -118,7 +118,7 @@ def vector_for_engine(
 
     A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes.
     """
-    values = _to_f32(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
+    values = values_of_rows(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
     return np.ascontiguousarray(_separate_halves(values, interleaved_heads).reshape(-1))
 
 
@@ -132,7 +132,8 @@ def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
 
 
-def _to_f32(stored_format: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+def values_of_rows(stored_format: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Return the FP32 values of whole rows of bytes [n, bytes] in one of SUPPORTED_FORMATS."""
     if stored_format == "F32":
         return np.asarray(rows.view("<f4"), np.float32)
     if stored_format == "F16":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmdeploy.base.files import release_pages
+from lmdeploy.checkpoint.files.gguf_parts import part_paths
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
@@ -36,9 +37,13 @@ class FileIdentities:
 
 
 def identify_files(path: Path) -> FileIdentities:
-    """Return the identities of a resolved model's weight files. Call it before opening them."""
+    """Return the identities of a resolved model's weight files. Call it before opening them.
+
+    Raise ModelFormatError if a part of a GGUF file is missing.
+    """
     read_ns = time.time_ns()
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors*"))  # with the index
+    # With the index of a folder, and all parts of a GGUF file.
+    files = part_paths(path) if path.is_file() else sorted(path.glob("*.safetensors*"))
     identities = []
     for file in files:
         try:

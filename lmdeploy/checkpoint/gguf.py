@@ -1,4 +1,4 @@
-"""Open a GGUF file as a Checkpoint: map its metadata keys and tensor names."""
+"""Open a GGUF file, whole or in parts, as a Checkpoint: map its metadata and tensor names."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
+from lmdeploy.checkpoint.files.gguf_parts import GgufParts, join_parts, part_paths
 from lmdeploy.checkpoint.tensor_plan import (
     GGUF_ROPE_FACTORS,
     MAX_LAYERS,
@@ -24,15 +25,14 @@ from lmdeploy.models.rope import rope_from_gguf
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open the file. Raise ModelFormatError for anything that is not supported."""
-    file = GgufFile(path)
+    """Open the file, of which `path` may be any part.
+
+    Raise ModelFormatError for anything that is not supported.
+    """
+    file = join_parts([GgufFile(part) for part in part_paths(path)])
+    path = file.path
     reader = ConfigReader(file.metadata, str(path))
     prefix = reader.text("general.architecture")
-    if (count := reader.integer("split.count", default=0, low=0)) > 1:
-        raise reader.refuse(
-            f"split.count is {count}. It must be at most 1. Merge the parts with llama-gguf-split "
-            "--merge."
-        )
     num_experts = reader.integer(f"{prefix}.expert_count", default=0, low=0)
     family = family_of_gguf(prefix, str(path), has_experts=num_experts > 0)
     config = _config_from_gguf(reader, file, family=family)
@@ -58,7 +58,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _config_from_gguf(
-    reader: ConfigReader, file: GgufFile, *, family: ModelFamily
+    reader: ConfigReader, file: GgufFile | GgufParts, *, family: ModelFamily
 ) -> DecoderConfig:
     prefix = reader.text("general.architecture")
     if "token_embd.weight" not in file.names:
@@ -123,7 +123,7 @@ def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[i
         )
 
 
-def _factors(file: GgufFile, config: DecoderConfig) -> tuple[float, ...]:
+def _factors(file: GgufFile | GgufParts, config: DecoderConfig) -> tuple[float, ...]:
     tensor = file.tensor(GGUF_ROPE_FACTORS)
     if tensor.format != "F32" or tensor.shape != (config.head_dim // 2,):
         raise ModelFormatError(

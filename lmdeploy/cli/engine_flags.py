@@ -192,7 +192,18 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of downloads and of changes to a model's config."""
+    """Add the flags of weights, of downloads and of changes to a model's config."""
+    group.add_argument(
+        "--weight-format",
+        metavar="FORMAT",
+        help="quantize F32, F16 and BF16 matrices when they are loaded: int8, int4, or by part, as "
+        "in attn=int8,mlp=int4,other=int8 (default: keep them as stored)",
+    )
+    group.add_argument(
+        "--gemm-input-dtype",
+        metavar="TYPE",
+        help="type of activations in matrix products; only the default, 16 bits, is supported",
+    )
     group.add_argument(
         "--revision", help="branch, tag or commit of a hub id (default: its main branch)"
     )
@@ -335,6 +346,8 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
     return TurbomindEngineConfig(
         dtype=args.dtype,
         model_format=args.model_format,
+        weight_format=args.weight_format,
+        gemm_input_dtype=args.gemm_input_dtype,
         revision=args.revision,
         download_dir=args.download_dir,
         hf_overrides=args.hf_overrides,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.serve.state import ServerOptions
+
+if TYPE_CHECKING:
+    from lmdeploy.engine.model_files import ModelInfo
 
 
 def run_api_server(args: argparse.Namespace) -> int:
@@ -87,6 +91,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     touched = f"touched bytes: {plan.touched_bytes:,} (memory is taken as tokens arrive)"
     return [
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
+        f"weights by part: {_parts_text(info)}",
         device_line(device),
         f"free memory: {free:,} bytes",
         cache_line(kv, plan, session_len=engine_config.session_len),
@@ -96,3 +101,11 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",
         f"peak bytes: {peak:,} (weights, the full cache and scratch)",
     ]
+
+
+def _parts_text(info: ModelInfo) -> str:
+    """Return the bytes and the formats of each part of the weights."""
+    return ", ".join(
+        f"{name} {part.num_bytes:,} bytes ({', '.join(part.formats)})"
+        for name, part in info.parts.items()
+    )

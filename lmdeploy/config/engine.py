@@ -28,6 +28,7 @@ from lmdeploy.config.kv_format_options import (
     parse_quant_policy,
 )
 from lmdeploy.config.unsupported import ENGINE, unsupported_fields
+from lmdeploy.config.weight_format_options import parse_weight_format
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
 # The 16-bit window consists of whole attention tiles.
@@ -46,6 +47,7 @@ class TurbomindEngineConfig:
             float16, bfloat16 or float32.
         model_format: `hf`, `gguf` or a quantization method such as `awq`. Models in another format
             are rejected. None accepts all formats.
+        gemm_input_dtype: must be None, because activations keep 16 bits.
         session_len: maximum length of prompt plus answer. None uses the length that the model was
             trained for.
         max_batch_size: maximum number of sequences in one step. None uses 32 on CPU and 128 on
@@ -73,6 +75,9 @@ class TurbomindEngineConfig:
             decode attention then uses the prefill kernels.
         exact: compute in FP32 without int8 activations. Slower, for comparisons, CPU only.
         strict_arch: reject NVFP4 if the device lacks FP4 instructions. No effect on CPU.
+        weight_format: formats that F32, F16 and BF16 matrices are quantized to when they are
+            loaded: int8, int4, or by part as in attn=int8,mlp=int4,other=int8 (docs/serving.md).
+            None keeps them as stored.
         kv_quality: raw, balanced or best (docs/kv_cache.md, "Presets"). None uses balanced for
             four-bit formats and raw for the others. Each of the next four options replaces one
             ingredient.
@@ -142,6 +147,7 @@ class TurbomindEngineConfig:
     deterministic: bool = False
     exact: bool = False
     strict_arch: bool = False
+    weight_format: str | None = None
     kv_quality: Literal["raw", "balanced", "best"] | None = None
     kv_rotation: bool | None = None
     kv_scale_search: bool | None = None
@@ -155,6 +161,11 @@ class TurbomindEngineConfig:
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(ENGINE))
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
+        parse_weight_format(self.weight_format)
+        if self.gemm_input_dtype is not None:
+            wanted = "None, because activations keep 16 bits"
+            flag = "--gemm-input-dtype"
+            raise refuse("gemm_input_dtype", self.gemm_input_dtype, wanted=wanted, flag=flag)
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")
         self._check_model_files()

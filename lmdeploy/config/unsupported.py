@@ -87,7 +87,6 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "extra_key": (BODY, ()),
     "function_call": (CHAT, ("none", "auto")),
     "functions": (CHAT, ([],)),
-    "gemm_input_dtype": (ENGINE, (None,)),
     "guided_choice": (BODY, ()),
     "guided_decoding_backend": (BODY, ()),
     "guided_grammar": (BODY, ()),

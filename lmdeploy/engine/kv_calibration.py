@@ -20,10 +20,12 @@ from lmdeploy.config.kv_format_options import FormatPair
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import ModelConfig
+    from lmdeploy.checkpoint.kv_scales import KvScales
 
 Floats = npt.NDArray[np.float32]
 
 FORMAT_VERSION = 1
+SCALED_FORMAT = "fp8"  # the format of the KV scales in checkpoints
 _METADATA_KEY = "kv_calibration"
 _MAX_FILE_BYTES = 1 << 26
 # Calibration maps the largest group of NVFP4 to scale 256 of 448, so that the scale search can also
@@ -166,6 +168,27 @@ def engine_constants(
         calibration.k_mean if calibration.k_mean.any() else None,
         _scales(k_amax, [pair.k for pair in layers]),
         _scales(calibration.v_amax, [pair.v for pair in layers]),
+    )
+
+
+def checkpoint_constants(
+    scales: KvScales, layers: Sequence[FormatPair], *, heads: int
+) -> tuple[Floats, Floats]:
+    """Return k_scales and v_scales for the engine, [layers, heads].
+
+    A layer's scale is that of all its heads. It is 1 for every format but FP8.
+    """
+
+    def broadcast(values: Sequence[float], formats: Sequence[str]) -> Floats:
+        used = [
+            value if name == SCALED_FORMAT else 1.0
+            for value, name in zip(values, formats, strict=True)
+        ]
+        return np.repeat(np.array(used, np.float32)[:, None], heads, axis=1)
+
+    return (
+        broadcast(scales.k, [pair.k for pair in layers]),
+        broadcast(scales.v, [pair.v for pair in layers]),
     )
 
 

@@ -8,18 +8,20 @@ every ingredient with the format none. Reports list only what is on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmdeploy.base.checks import user_path
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import FormatPair, four_bit_formats, fp4_formats
+from lmdeploy.engine.kv_calibration import SCALED_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmdeploy import _turbomind
+    from lmdeploy.checkpoint.kv_scales import KvScales
 
 DEFAULT_WINDOW16_TOKENS = 64
 NO_WINDOW16 = -1
@@ -36,6 +38,7 @@ class KvOptions:
     sink_tokens: int = 0
     recent_tokens: int = NO_WINDOW16
     calibration: Path | None = None
+    scales: KvScales | None = None  # of the checkpoint, for the layers with fp8
     note: str = ""  # for people: about the format that fp4 became
 
     @property
@@ -55,6 +58,8 @@ class KvOptions:
             parts.append(f"{first}newest {self.recent_tokens}+ tokens in 16 bit")
         if self.calibration is not None:
             parts.append(f"calibration {self.calibration.name}")
+        if self.scales is not None:
+            parts.append("scales of the checkpoint")
         return f"{self.quality} ({', '.join(parts)})" if parts else self.quality
 
     def labels(self) -> dict[str, str]:
@@ -135,6 +140,17 @@ def _window16_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[i
     return sink, recent
 
 
+def with_kv_scales(options: KvOptions, scales: KvScales | None) -> KvOptions:
+    """Return the options with the scales of a checkpoint if the cache can use them.
+
+    They fit FP8 without a rotation, which changes the range of K, and without a calibration.
+    """
+    has_fp8 = any(SCALED_FORMAT in (pair.k, pair.v) for pair in options.layers)
+    if scales is None or not has_fp8 or options.quality != "raw" or options.rotation:
+        return options
+    return replace(options, scales=scales)
+
+
 def apply_kv_options(
     options: KvOptions,
     engine_config: _turbomind.EngineConfig,
@@ -164,6 +180,11 @@ def apply_kv_options(
         engine_config.set_kv_calibration(
             *engine_constants(calibration, options.layers, rotated=options.rotation)
         )
+    elif options.scales is not None:
+        from lmdeploy.engine.kv_calibration import checkpoint_constants
+
+        constants = checkpoint_constants(options.scales, options.layers, heads=model.num_kv_heads)
+        engine_config.set_kv_calibration(None, *constants)
 
 
 def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: int) -> str:

@@ -13,18 +13,22 @@ from lmdeploy.base.files import read_json_object
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
-from lmdeploy.checkpoint.convert import engine_bytes
+from lmdeploy.checkpoint.convert import engine_bytes, engine_format
 from lmdeploy.checkpoint.fingerprint import FileIdentities, identify_files
 from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.kv_scales import KvScales
 from lmdeploy.checkpoint.load import cache_of, load_through_cache, load_weights
+from lmdeploy.checkpoint.methods.at_load import part_of, with_weight_format
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.weight_cache import WeightCacheWriter
+from lmdeploy.config.weight_format_options import WEIGHT_PARTS, parse_weight_format
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import Device, DeviceCapability, ModelConfig, Weights
 
 __all__ = [
     "LoadedModel",
+    "ModelChanges",
     "ModelFiles",
     "ModelFormatError",
     "ModelInfo",
@@ -47,6 +51,29 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
+class ModelChanges:
+    """Options that change a model before its weights are loaded.
+
+    Args:
+        overrides: values that replace those of config.json.
+        rope_factor: factor of dynamic NTK scaling that replaces the model's RoPE. 0 keeps it.
+        weight_format: formats that matrices are quantized to. None keeps them as stored.
+    """
+
+    overrides: Mapping[str, Any] | None = None
+    rope_factor: float = 0.0
+    weight_format: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """The size of a part of the weights in the engine, before padding, and its formats."""
+
+    num_bytes: int
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """The facts about a model that are known before its weights are read."""
 
@@ -57,6 +84,8 @@ class ModelInfo:
     mapped_bytes: int  # the part of weight_bytes that stays in the mapped file (MXFP4 experts)
     file_bytes: int  # size of the tensors in the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
+    kv_scales: KvScales | None = None  # of an FP8 cache, if the checkpoint has them
+    parts: Mapping[str, WeightPart] = field(default_factory=dict)  # attn, mlp, other, rest
 
 
 @dataclass
@@ -72,6 +101,7 @@ class LoadedModel:
     mapped_bytes: int = 0  # size of the weights in mapped files, resident after their first use
     generation_config: dict[str, Any] = field(default_factory=dict)
     cache_writer: WeightCacheWriter | None = None  # start it when the engine is ready
+    kv_scales: KvScales | None = None  # of an FP8 cache, if the checkpoint has them
 
 
 @dataclass(frozen=True)
@@ -147,6 +177,7 @@ class ModelFiles:
             tokenizer=texts.tokenizer,
             weights=loaded.weights,
             cache_writer=loaded.cache_writer,
+            kv_scales=self.info.kv_scales,
         )
 
 
@@ -156,8 +187,7 @@ def open_files(
     dtype: str = "auto",
     exact: bool = False,
     capability: DeviceCapability | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    rope_factor: float = 0.0,
+    changes: ModelChanges | None = None,
 ) -> ModelFiles:
     """Open a checkpoint, check its config and tensors, and add up their sizes.
 
@@ -166,12 +196,11 @@ def open_files(
         dtype: cache dtype. "auto" chooses it by the weights (docs/kv_cache.md).
         exact: compute in FP32, without BF16 weights or int8 activations.
         capability: capability of the device that loads the weights. None uses the CPU's.
-        overrides: values that replace those of config.json.
-        rope_factor: factor of dynamic NTK scaling that replaces the model's RoPE. 0 keeps it.
+        changes: options that change the model. None changes nothing.
 
     Raises:
         ModelFormatError: if the checkpoint cannot be loaded. It is a ValueError.
-        ValueError: if the device has no FP32 for `exact`.
+        ValueError: if the device has no FP32 for `exact`, or a change does not fit the model.
     """
     from lmdeploy import _turbomind
 
@@ -183,9 +212,12 @@ def open_files(
     copied = exact or not capability.reads_mapped_files
     resolved = resolve_model(path)
     files = identify_files(resolved)  # before opening, so that a later change is detected
-    checkpoint = open_checkpoint(resolved, overrides=overrides)
-    if rope_factor:
-        checkpoint = _with_dynamic_rope(checkpoint, rope_factor)
+    changes = changes or ModelChanges()
+    checkpoint = open_checkpoint(resolved, overrides=changes.overrides)
+    if changes.rope_factor:
+        checkpoint = _with_dynamic_rope(checkpoint, changes.rope_factor)
+    if formats := parse_weight_format(changes.weight_format):
+        checkpoint = with_weight_format(checkpoint, formats, text=str(changes.weight_format))
     info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
     return ModelFiles(info, checkpoint, files, exact, copied)
 
@@ -197,12 +229,15 @@ def load_model(
     exact: bool = False,
     device: Device,
     progress: bool = True,
+    changes: ModelChanges | None = None,
 ) -> LoadedModel:
     """Open a checkpoint and load all of it for `device`.
 
     The other arguments and the errors are those of `open_files` and of ModelFiles.
     """
-    files = open_files(path, dtype=dtype, exact=exact, capability=device.capability)
+    files = open_files(
+        path, dtype=dtype, exact=exact, capability=device.capability, changes=changes
+    )
     return files.load(files.read_texts(), device=device, progress=progress)
 
 
@@ -247,7 +282,24 @@ def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> M
         mapped_bytes=sum(planned.tensor.num_bytes for planned in mapped),
         file_bytes=sum(planned.tensor.num_bytes for planned in checkpoint.tensors),
         stored_dtype=checkpoint.stored_dtype,
+        kv_scales=checkpoint.kv_scales,
+        parts=_weight_parts(checkpoint, exact),
     )
+
+
+def _weight_parts(checkpoint: Checkpoint, exact: bool) -> dict[str, WeightPart]:
+    """Return the parts of `weight_format`, and the vectors and routers as `rest`."""
+    sizes: dict[str, int] = {}
+    formats: dict[str, set[str]] = {}
+    for planned in checkpoint.tensors:
+        part = part_of(planned) or "rest"
+        kind = "f32" if exact or part == "rest" else engine_format(planned.tensor, exact)
+        if planned.mapped and not exact:
+            kind = "mxfp4"
+        sizes[part] = sizes.get(part, 0) + engine_bytes(planned, exact)
+        formats.setdefault(part, set()).add(kind)
+    names = [name for name in (*WEIGHT_PARTS, "rest") if name in sizes]
+    return {name: WeightPart(sizes[name], tuple(sorted(formats[name]))) for name in names}
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lmdeploy import _turbomind
+    from lmdeploy.checkpoint.kv_scales import KvScales
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import ModelFiles
 
@@ -25,14 +26,15 @@ def engine_config_of(
     *,
     model_path: str,
     capability: _turbomind.DeviceCapability | None = None,
+    kv_scales: KvScales | None = None,
 ) -> tuple[_turbomind.EngineConfig, KvOptions]:
     """Return the C++ engine's options for a model on a device, and those of its cache.
 
-    None uses the CPU's capability. Raise ValueError for cache options that do not fit the model
-    or the device.
+    `kv_scales` are those of the checkpoint. None uses the CPU's capability. Raise ValueError for
+    cache options that do not fit the model or the device.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
+    from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options, with_kv_scales
 
     capability = capability or _turbomind.DeviceCapability()
     engine_config = _turbomind.EngineConfig()
@@ -45,6 +47,13 @@ def engine_config_of(
     engine_config.enable_prefix_caching = config.enable_prefix_caching
     _warn_of_length(engine_config.session_len, model)
     options = resolve_kv_options(config, model.windows, capability=capability)
+    options = with_kv_scales(options, kv_scales)
+    if kv_scales is not None and options.scales is None:
+        logger.warning(
+            "%s: The checkpoint has scales of an FP8 KV cache, which are not used. They are used "
+            "with --kv-cache-format fp8 in the quality raw.",
+            model_path,
+        )
     _warn_of_conversion(options, capability)
     model_hash = None
     if options.calibration is not None:
@@ -120,7 +129,7 @@ def plan_engine(
     """
     from lmdeploy import _turbomind
     from lmdeploy.checkpoint.hub import resolve_model
-    from lmdeploy.engine.model_files import open_files
+    from lmdeploy.engine.model_files import ModelChanges, open_files
 
     path = resolve_model(model_path, revision=config.revision, download_dir=config.download_dir)
     check_model_format(path, config.model_format, model_path=model_path)
@@ -130,12 +139,19 @@ def plan_engine(
         dtype=config.dtype,
         exact=config.exact,
         capability=capability,
-        overrides=config.hf_overrides,
-        rope_factor=float(config.rope_scaling_factor),
+        changes=ModelChanges(
+            overrides=config.hf_overrides,
+            rope_factor=float(config.rope_scaling_factor),
+            weight_format=config.weight_format,
+        ),
     )
     info = files.info
     engine_config, kv = engine_config_of(
-        config, info.config, model_path=str(info.path), capability=capability
+        config,
+        info.config,
+        model_path=str(info.path),
+        capability=capability,
+        kv_scales=info.kv_scales,
     )
     _turbomind.require_kernels(info.config, engine_config, device)
     return files, engine_config, kv

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.weight_format_options import parse_weight_format
 
 if TYPE_CHECKING:
     from lmdeploy.engine.kv_quality import KvOptions
@@ -40,6 +41,8 @@ def identity_of_cache(
         "scale_search": kv.scale_search,
         "sink_tokens": kv.sink_tokens,
         "recent_tokens": kv.recent_tokens,
+        "scales": None if kv.scales is None else [kv.scales.k, kv.scales.v],
+        "weights": parse_weight_format(config.weight_format),
         "exact": config.exact,
         "overrides": json.dumps(config.hf_overrides, sort_keys=True, default=str),
         "rope_factor": float(config.rope_scaling_factor),

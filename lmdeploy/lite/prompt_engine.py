@@ -50,9 +50,10 @@ class OpenModel:
         Raise ValueError if an option or the calibration file does not fit the model.
         """
         from lmdeploy import _turbomind
-        from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
+        from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options, with_kv_scales
 
         options = resolve_kv_options(config, self.config.windows)
+        options = with_kv_scales(options, self.loaded.kv_scales)
         model_hash = self.hash if options.calibration is not None else None
 
         def apply(engine_config: _turbomind.EngineConfig) -> None:

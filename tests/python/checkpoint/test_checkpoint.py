@@ -325,23 +325,15 @@ SCHEME = {"num_bits": 8, "type": "float"}
     ("quantization", "message"),
     [
         (
-            {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
-            "kv_cache_scheme declares KV scales, .*lite calibrate.* Remove kv_cache_scheme and",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
-            "kv_cache_quant_algo declares KV scales, .*--kv-calibration FILE",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
-            "kv_cache_quant_algo declares KV scales, .* Remove kv_cache_quant_algo and",
+            {"quant_method": "quark", "kv_cache_quant_config": SCHEME},
+            "kv_cache_quant_config declares KV scales, .*lite calibrate.* Remove quantiz",
         ),
         (
             {"quant_method": "nova", "kv_cache_scheme": SCHEME},
             "quant_method is 'nova'. Use .*KV scales are not supported either",
         ),
     ],
-    ids=["kv", "kv-modelopt", "both-modelopt", "both-unknown"],
+    ids=["kv", "both-unknown"],
 )
 def test_open_checkpoint_kv_cache_schemes_are_rejected(
     copy_of_llama: Path, quantization: dict[str, Any], message: str
@@ -364,10 +356,10 @@ def test_resolve_model_unusable_path_is_rejected(
         resolve_model("~no-such-user/m")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ModelFormatError, match=r"2 \.gguf files.*a\.gguf"):
+    with pytest.raises(ModelFormatError, match=r"2 \.gguf models.*a\.gguf"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").touch()
-    with pytest.raises(ModelFormatError, match=r"2 \.gguf files.*a\.gguf"):
+    with pytest.raises(ModelFormatError, match=r"2 \.gguf models.*a\.gguf"):
         resolve_model(str(tmp_path))
     (tmp_path / "b.gguf").unlink()
     assert resolve_model(str(tmp_path)) == tmp_path / "a.gguf"
@@ -388,13 +380,15 @@ def test_resolve_model_hub_id_downloads_no_code(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ModelFormatError, match=r"owner/name has no config\.json.*\.gguf"):
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["README.md"])
+    with pytest.raises(ModelFormatError, match=r"owner/name has neither config\.json nor a \.gguf"):
         resolve_model("owner/name")
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model("owner/name", revision="v2", download_dir="/d") == tmp_path
     patterns = {
         "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
         "ignore_patterns": ["*/*", "consolidated*.safetensors"],
+        "local_files_only": False,
     }
     assert calls == [
         ("owner/name", {**patterns, "revision": None, "cache_dir": None}),

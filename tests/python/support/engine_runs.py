@@ -20,13 +20,15 @@ class EngineRun:
         kv_format: str = "none",
         max_prefill: int = 64,
         session_len: int = 1024,
+        weight_format: str | None = None,
     ) -> None:
         from lmdeploy import _turbomind
-        from lmdeploy.engine.model_files import load_model
+        from lmdeploy.engine.model_files import ModelChanges, load_model
 
         self._native = _turbomind
         device = _turbomind.make_cpu_device(2)
-        self.model = load_model(path, exact=exact, device=device, progress=False)
+        changes = ModelChanges(weight_format=weight_format)
+        self.model = load_model(path, exact=exact, device=device, progress=False, changes=changes)
         config = _turbomind.EngineConfig()
         config.kv_format = kv_format
         config.max_batch_size = 4

@@ -60,10 +60,14 @@ def write_gguf(
     weight_format: str = "F32",
     extra: dict[str, Any] | None = None,
     freq_factors: np.ndarray | None = None,
+    tensors_per_part: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Write the model and return the values that a reader must get, by Hugging Face name."""
+    """Write the model and return the values that a reader must get, by Hugging Face name.
+
+    `tensors_per_part` above 0 writes several parts.
+    """
     config = model.config
-    writer, arch = start_gguf(model, path, extra=extra)
+    writer, arch = start_gguf(model, path, extra=extra, tensors_per_part=tensors_per_part)
     if freq_factors is not None:
         writer.add_tensor("rope_freqs.weight", freq_factors.astype(np.float32))
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -76,13 +80,15 @@ def write_gguf(
     return stored
 
 
-def start_gguf(model: Any, path: Path, *, extra: dict[str, Any] | None = None) -> tuple[Any, str]:
+def start_gguf(
+    model: Any, path: Path, *, extra: dict[str, Any] | None = None, tensors_per_part: int = 0
+) -> tuple[Any, str]:
     """Return a writer with the metadata of model and tokenizer, and the architecture's name."""
     import gguf
 
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
