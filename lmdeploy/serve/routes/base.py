@@ -244,7 +244,7 @@ def _log_prompts(state: ServerState, prompts: Sequence[list[int]], *, path: str)
 def check_model(state: ServerState, name: str) -> None:
     """Raise ApiError 404 if `name` is not the served model."""
     if name != state.model_name:
-        message = f"model is {name[:100]!r}. It must be {state.model_name!r}."
+        message = f"The model {name[:100]!r} does not exist. Use {state.model_name!r}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
