@@ -63,6 +63,11 @@ class MessagesRequest(MessageFields):
     output_format: dict[str, Any] | None = None
 
     @property
+    def session_id(self) -> None:
+        """Return None, because the requests of this API have no session."""
+        return None
+
+    @property
     def sampling(self) -> SamplingFields:
         """Return the sampling fields under the names of the other endpoints."""
         return SamplingFields(
