@@ -100,7 +100,7 @@ def _add_operation_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-abort-handling",
         action="store_true",
-        help="enable POST /abort_request, which ends all requests",
+        help="enable POST /abort_request, which ends the requests of a session, or all",
     )
     group.add_argument(
         "--allow-terminate-by-client",

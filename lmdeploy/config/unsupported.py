@@ -7,6 +7,7 @@ cannot change the answer has ANY: every value is accepted and ignored.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Flag, auto
 from typing import Any
 
@@ -22,14 +23,14 @@ class Where(Flag):
     BODY = auto()  # a field in the body of every endpoint that generates
     CHAT = auto()  # a field in the body of /v1/chat/completions
     GENERATE = auto()  # a field in the body of /generate
-    ABORT = auto()  # a field in the body of /abort_request
+    RESPONSES = auto()  # a field in the body of /v1/responses
     EMBEDDING = auto()  # a field in the body of /v1/embeddings and /pooling
 
 
 ENGINE, GENERATION = Where.ENGINE, Where.GENERATION
 FLAG, SWITCH, LIST = Where.FLAG, Where.SWITCH, Where.LIST
-BODY, CHAT, GENERATE, ABORT = Where.BODY, Where.CHAT, Where.GENERATE, Where.ABORT
-EMBEDDING = Where.EMBEDDING
+BODY, CHAT, GENERATE = Where.BODY, Where.CHAT, Where.GENERATE
+RESPONSES, EMBEDDING = Where.RESPONSES, Where.EMBEDDING
 ANY: tuple[Any, ...] = ("any value",)
 
 UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
@@ -57,6 +58,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "cache_prompt_boundary_skip": (ENGINE, (1,)),
     "chat_template": (BODY, ()),
     "communicator": (ENGINE | FLAG, ("nccl",)),
+    "conversation": (RESPONSES, ()),
     "cp": (ENGINE | FLAG, (1,)),
     "cudagraph_capture_batch_sizes": (LIST, ()),
     "custom_labels": (BODY, ANY),
@@ -131,6 +133,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "prefix_cache_decode_state_interval": (FLAG, (0,)),
     "prefix_cache_state_budget": (FLAG, (0,)),
     "preserve_cache": (GENERATION, (False,)),
+    "prompt": (RESPONSES, ()),
     "prompt_cache_key": (BODY, ANY),
     "prompt_cache_retention": (BODY, ANY),
     "prompt_embeds": (BODY, ()),
@@ -152,7 +155,6 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "sampling_seed": (BODY, ()),
     "separate_reasoning": (BODY, (True,)),
     "service_tier": (BODY, ANY),
-    "session_id": (BODY | ABORT, ANY),
     "session_params": (BODY, ({},)),
     "speculative_algorithm": (FLAG, ()),
     "speculative_dflash_block_size": (FLAG, ()),
@@ -188,12 +190,14 @@ def unsupported_fields(place: Where) -> dict[str, Any]:
     return {name: values[0] for name, (places, values) in UNSUPPORTED.items() if place in places}
 
 
-def unsupported_body_fields(place: Where) -> dict[str, tuple[Any, ...]]:
-    """Return the fields of a request body and their accepted values, or ANY."""
+def unsupported_body_fields(
+    place: Where, *, built: Collection[str] = ()
+) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of a request body, without `built`, and their accepted values, or ANY."""
     return {
         name: values if values is ANY else (None, *values)
         for name, (places, values) in UNSUPPORTED.items()
-        if places & place
+        if places & place and name not in built
     }
 
 

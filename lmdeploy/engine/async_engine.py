@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.chat.formats.base import AnswerStart
@@ -253,6 +253,12 @@ class AsyncEngine:
         """
         with self._lock:
             ids = list(self._streams)
+        return self.abort(ids)
+
+    def abort(self, request_ids: Iterable[int]) -> int:
+        """End requests as `abort_all` does. Return how many of them had not ended."""
+        with self._lock:
+            ids = [request_id for request_id in request_ids if request_id in self._streams]
         for request_id in ids:
             self.loaded.cpp_engine.cancel(request_id)
         return len(ids)

@@ -22,6 +22,7 @@ from lmdeploy.serve.errors import ApiError, error_response, refusal
 from lmdeploy.serve.http.bodies import BodyReader
 from lmdeploy.serve.http.origins import LOCAL_ORIGIN, OriginMiddleware, accepted_hosts
 from lmdeploy.serve.http.response_store import ResponseStore
+from lmdeploy.serve.http.sessions import Sessions
 from lmdeploy.serve.http.tracing import RequestTracer
 from lmdeploy.serve.metrics import ErrorCounter, ServerMetrics
 from lmdeploy.serve.routes import ROUTERS
@@ -47,6 +48,7 @@ def make_app(
         asyncio.Lock(),
         BodyReader(),
         ResponseStore(),
+        Sessions(),
         enable_metrics=enable_metrics,
         enable_abort_handling=options.enable_abort_handling,
         allow_terminate=options.allow_terminate_by_client,

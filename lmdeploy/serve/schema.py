@@ -107,6 +107,7 @@ class SamplingFields(ApiRequest):
     # As in vLLM: requests share cached prefixes only if their salts are equal.
     cache_salt: str | None = Field(default=None, min_length=1)
     priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
+    session_id: int | str | None = None  # names the request for /abort_request; -1 is no name
 
 
 class CompletionFields(SamplingFields):

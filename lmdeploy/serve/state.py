@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmdeploy.serve.admission import Admission
     from lmdeploy.serve.http.bodies import BodyReader
     from lmdeploy.serve.http.response_store import ResponseStore
+    from lmdeploy.serve.http.sessions import Sessions
     from lmdeploy.serve.http.tracing import RequestTracer
     from lmdeploy.serve.metrics import ServerMetrics
 
@@ -64,6 +65,7 @@ class ServerState:
     markdown_lock: asyncio.Lock
     bodies: BodyReader
     responses: ResponseStore
+    sessions: Sessions
     enable_metrics: bool = True
     enable_abort_handling: bool = False
     allow_terminate: bool = False

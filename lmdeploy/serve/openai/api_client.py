@@ -16,6 +16,18 @@ _CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "max_tokens": 512}
 _COMPLETION_DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "top_k": 40, "max_tokens": 16}
 
 
+def get_model_list(
+    api_url: str, headers: dict[str, str] | None = None, *, timeout: float | None = None
+) -> list[str]:
+    """Return the names of the models at `api_url`, such as http://127.0.0.1:23333/v1/models.
+
+    Raises ValueError if the server rejects the request, and OSError if it cannot be reached.
+    """
+    with closing(_open(Request(api_url, headers=headers or {}), timeout=timeout)) as response:
+        value = _object_in(response, url=api_url)
+    return [card["id"] for card in value["data"]]
+
+
 class APIClient:
     """Sends requests to an api_server.
 
@@ -52,8 +64,9 @@ class APIClient:
     def available_models(self) -> list[str]:
         """Return the names of the served models, which are requested once."""
         if self._available_models is None:
-            cards = self._object(self.models_v1_url, None)["data"]
-            self._available_models = [card["id"] for card in cards]
+            self._available_models = get_model_list(
+                self.models_v1_url, self.headers, timeout=self._timeout
+            )
         return self._available_models
 
     def encode(
@@ -110,18 +123,25 @@ class APIClient:
                 if data and data != b"[DONE]":
                     yield json.loads(data)
 
-    def _object(self, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _object(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         with closing(self._open(url, body)) as response:
-            value: dict[str, Any] = json.load(response)
-        if "error" in value:
-            raise ValueError(f"{url} rejected the request: {value['error']['message']}")
-        return value
+            return _object_in(response, url=url)
 
-    def _open(self, url: str, body: dict[str, Any] | None) -> HTTPResponse | HTTPError:
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(url, data, self.headers)
-        try:
-            response: HTTPResponse = urlopen(request, timeout=self._timeout)
-        except HTTPError as error:  # its body is the error object
-            return error
-        return response
+    def _open(self, url: str, body: dict[str, Any]) -> HTTPResponse | HTTPError:
+        return _open(Request(url, json.dumps(body).encode(), self.headers), timeout=self._timeout)
+
+
+def _open(request: Request, *, timeout: float | None = None) -> HTTPResponse | HTTPError:
+    try:
+        response: HTTPResponse = urlopen(request, timeout=timeout)
+    except HTTPError as error:  # its body is the error object
+        return error
+    return response
+
+
+def _object_in(response: HTTPResponse | HTTPError, *, url: str) -> dict[str, Any]:
+    """Return the JSON object of a response. Raises ValueError if it is an error."""
+    value: dict[str, Any] = json.load(response)
+    if "error" in value:
+        raise ValueError(f"{url} rejected the request: {value['error']['message']}")
+    return value

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from lmdeploy.config.unsupported import ABORT, unsupported_body_fields
+from lmdeploy.base.checks import show
 from lmdeploy.serve.errors import ApiError, error_response
+from lmdeploy.serve.http.sessions import NO_SESSION
 from lmdeploy.serve.routes.base import check_model, post, state_of
 from lmdeploy.serve.routes.documentation import documented
-from lmdeploy.serve.schema import ApiRequest, Unsupported
+from lmdeploy.serve.schema import ApiRequest
 from lmdeploy.serve.state import ServerState
 
 router = APIRouter()
@@ -22,9 +23,8 @@ _METRICS = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **
 class AbortRequest(ApiRequest):
     """Body of POST /abort_request."""
 
-    unsupported: ClassVar[Unsupported] = unsupported_body_fields(ABORT)
-
     abort_all: bool | None = False
+    session_id: int | str | None = None
 
 
 @router.get("/health", responses=documented(503))
@@ -98,17 +98,19 @@ async def metrics(request: Request) -> Response:
 
 @post(router, "/abort_request", body=AbortRequest, errors=(501,))
 async def abort_request(request: Request, body: AbortRequest) -> Response:
-    """End all running requests. Their responses keep the tokens generated so far."""
+    """End the requests of a session, or all. Their responses keep the tokens generated so far."""
     state = state_of(request)
     if not state.enable_abort_handling:
         raise ApiError(
             501, "/abort_request is disabled. Start the server with --enable-abort-handling."
         )
-    if not body.abort_all:
-        raise ApiError(
-            400,
-            "abort_all is false. It must be true because requests have no session_id here. To end "
-            "one request, close its connection.",
-            param="abort_all",
-        )
-    return JSONResponse({"aborted": state.engine.abort_all()})
+    if body.abort_all:
+        return JSONResponse({"aborted": state.engine.abort_all()})
+    if body.session_id in NO_SESSION:
+        message = "session_id is missing. Send that of a running request, or set abort_all to true."
+        raise ApiError(400, message, param="session_id")
+    ids = state.sessions.request_ids(body.session_id)
+    if ids is None:
+        message = f"session_id is {show(body.session_id)}, but no running request has it."
+        raise ApiError(400, message, param="session_id")
+    return JSONResponse({"aborted": state.engine.abort(ids)})

@@ -17,6 +17,7 @@ from lmdeploy.serve.admission import AdmissionSlot
 from lmdeploy.serve.auth import with_key_salt
 from lmdeploy.serve.errors import ApiError, JsonResponse, client_gone, refusal
 from lmdeploy.serve.http.bodies import check_content_type
+from lmdeploy.serve.http.sessions import SessionId
 from lmdeploy.serve.http.tracing import RequestSpan
 from lmdeploy.serve.jobs import Job, PreparedRequest, check_size, close_all, collect_all, submit_all
 from lmdeploy.serve.routes.documentation import OF_POST, documented
@@ -103,6 +104,11 @@ class GeneratingBody(Protocol):
         """Return whether the response is sent as events."""
         ...
 
+    @property
+    def session_id(self) -> SessionId:
+        """Return the name under which /abort_request finds the request."""
+        ...
+
 
 class Reply(Protocol):
     """Builds the JSON of one response."""
@@ -148,6 +154,7 @@ async def respond(request: Request, *, endpoint: Endpoint, body: GeneratingBody)
         if state.tracer is not None:
             span = ends.enter_context(state.tracer.span(request))
         parts = _Parts(endpoint, endpoint.reply(state, body), slot, span)
+        ends.enter_context(state.sessions.run(body.session_id, parts.jobs))
         response = await _answer(request, state, parts=parts, body=body)
         if isinstance(response, SseResponse):
             response.on_end(ends.pop_all().close)
@@ -162,14 +169,14 @@ class _Parts:
     reply: Reply
     slot: AdmissionSlot
     span: RequestSpan | None
+    jobs: list[Job] = field(default_factory=list)
 
 
 async def _answer(
     request: Request, state: ServerState, *, parts: _Parts, body: GeneratingBody
 ) -> Response:
     """Return the response, whole or as events. If the client disconnects, cancel the jobs."""
-    jobs: list[Job] = []
-    endpoint, reply = parts.endpoint, parts.reply
+    endpoint, reply, jobs = parts.endpoint, parts.reply, parts.jobs
 
     def follow(prepared: PreparedRequest) -> None:
         if parts.span is not None:
@@ -244,7 +251,7 @@ def _log_prompts(state: ServerState, prompts: Sequence[list[int]], *, path: str)
 def check_model(state: ServerState, name: str) -> None:
     """Raise ApiError 404 if `name` is not the served model."""
     if name != state.model_name:
-        message = f"model is {name[:100]!r}. It must be {state.model_name!r}."
+        message = f"The model {name[:100]!r} does not exist. Use {state.model_name!r}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -67,6 +67,11 @@ class MessagesRequest(MessageFields):
     thread: dict[str, Any] | None = None  # refused
 
     @property
+    def session_id(self) -> None:
+        """Return None, because the requests of this API have no session."""
+        return None
+
+    @property
     def sampling(self) -> SamplingFields:
         """Return the sampling fields under the names of the other endpoints."""
         return SamplingFields(

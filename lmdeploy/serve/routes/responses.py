@@ -8,13 +8,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, PrivateAttr
 
 from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.config.unsupported import BODY, RESPONSES, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response
 from lmdeploy.serve.http.response_store import StoredResponse
@@ -31,7 +32,7 @@ from lmdeploy.serve.routes.response_input import (
     page_of_items,
 )
 from lmdeploy.serve.sampling import Limits
-from lmdeploy.serve.schema import Objects, SamplingFields, Texts
+from lmdeploy.serve.schema import Objects, SamplingFields, Texts, Unsupported
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
@@ -43,6 +44,10 @@ _EMPTY_TOOL: Item = {"description": None, "parameters": None, "strict": None}
 
 class ResponsesRequest(ResponseFields, SamplingFields):
     """Body of POST /v1/responses."""
+
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(
+        BODY | RESPONSES, built=("metadata", "prompt_cache_key", "safety_identifier", "store")
+    )
 
     model: str
     input: str | Objects

@@ -7,7 +7,7 @@ from fake_engine import make_engine
 from serving import ANSWER, USER, serving
 
 import lmdeploy
-from lmdeploy.serve.openai.api_client import APIClient
+from lmdeploy.serve.openai.api_client import APIClient, get_model_list
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,20 @@ def test_completions_v1_and_generate_return_the_same_text(client):
 
 def test_api_client_errors_reach_the_caller(client, url):
     [refused] = client.chat_completions_v1("other", "hello")
-    assert "It must be 'm'" in refused["error"]["message"]
+    assert refused["error"]["message"] == "The model 'other' does not exist. Use 'm'."
     [refused] = APIClient(url).generate("hello")
     assert refused["error"]["code"] == 401
     with pytest.raises(ValueError, match="rejected the request: Invalid or missing API key"):
         _ = APIClient(url, api_key="wrong").available_models
     with pytest.raises(ValueError, match="http://"):
         APIClient("file:///etc/passwd")
+
+
+def test_get_model_list_returns_the_served_model_or_raises_the_error(url):
+    models = f"{url}/v1/models"
+    assert get_model_list(models, {"Authorization": "Bearer secret"}) == ["m"]
+    with pytest.raises(ValueError, match="rejected the request: Invalid or missing API key"):
+        get_model_list(models)
 
 
 def test_client_function_returns_a_client(url):

@@ -154,7 +154,7 @@ def test_messages_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> 
 @pytest.mark.parametrize(
     ("change", "status", "kind", "text"),
     [
-        ({"model": "other"}, 404, "not_found_error", "model is 'other'"),
+        ({"model": "other"}, 404, "not_found_error", "model 'other' does not exist"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens is 0"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         (

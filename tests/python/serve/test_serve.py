@@ -28,7 +28,8 @@ def test_models_and_health_endpoints_respond(url, client):
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").id == "m"
     error = httpx.get(f"{url}/v1/models/other/one").json()["error"]
-    assert "It must be 'm'" in error["message"] and error["code"] == "model_not_found"
+    assert error["message"] == "The model 'other/one' does not exist. Use 'm'."
+    assert error["code"] == "model_not_found"
     assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -350,6 +351,8 @@ def test_chat_disconnect_cancels_the_request(stream):
             sock.sendall(post_head("/v1/chat/completions", len(body)) + body)
             if stream:
                 assert sock.recv(100)
+            while not engine._streams:
+                time.sleep(0.001)
             time.sleep(0.1)
         deadline = time.monotonic() + 5
         while not engine.loaded.cpp_engine.cancelled and time.monotonic() < deadline:
@@ -406,7 +409,6 @@ def test_abort_request_all_ends_streams_with_finish_reason_abort():
         assert engine.loaded.cpp_engine.cancelled
         refused = post(url, "/abort_request", {"session_id": -1})
         assert refused.status_code == 400 and "abort_all" in refused.text
-        assert "no session_id" in post(url, "/abort_request", {"session_id": 3}).text
         assert post(url, "/v1/completions", {"model": "m", "prompt": "a"}).status_code == 200
 
 
