@@ -24,12 +24,14 @@ class Where(Flag):
     GENERATE = auto()  # a field in the body of /generate
     ABORT = auto()  # a field in the body of /abort_request
     EMBEDDING = auto()  # a field in the body of /v1/embeddings and /pooling
+    RESPONSES = auto()  # a field in the bodies of /v1/responses and /v1/responses/input_tokens
+    MESSAGES = auto()  # a field in the body of /v1/messages
 
 
 ENGINE, GENERATION = Where.ENGINE, Where.GENERATION
 FLAG, SWITCH, LIST = Where.FLAG, Where.SWITCH, Where.LIST
 BODY, CHAT, GENERATE, ABORT = Where.BODY, Where.CHAT, Where.GENERATE, Where.ABORT
-EMBEDDING = Where.EMBEDDING
+EMBEDDING, RESPONSES, MESSAGES = Where.EMBEDDING, Where.RESPONSES, Where.MESSAGES
 ANY: tuple[Any, ...] = ("any value",)
 
 UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
@@ -57,6 +59,8 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "cache_prompt_boundary_skip": (ENGINE, (1,)),
     "chat_template": (BODY, ()),
     "communicator": (ENGINE | FLAG, ("nccl",)),
+    "compaction": (MESSAGES, ()),
+    "conversation": (RESPONSES, ()),
     "cp": (ENGINE | FLAG, (1,)),
     "cudagraph_capture_batch_sizes": (LIST, ()),
     "custom_labels": (BODY, ANY),
@@ -112,6 +116,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "max_prefill_iters": (ENGINE | FLAG, (1,)),
     "media_io_kwargs": (BODY, ()),
     "metadata": (BODY, ANY),
+    "mcp_servers": (MESSAGES, ([],)),
     "migration_backend": (FLAG, ("DLSlime",)),
     "migration_request": (GENERATION, (None,)),
     "mlp_dp_size": (ENGINE, (None,)),
@@ -132,6 +137,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "prefix_cache_decode_state_interval": (FLAG, (0,)),
     "prefix_cache_state_budget": (FLAG, (0,)),
     "preserve_cache": (GENERATION, (False,)),
+    "prompt": (RESPONSES, ()),
     "prompt_cache_key": (BODY, ANY),
     "prompt_cache_retention": (BODY, ANY),
     "prompt_embeds": (BODY, ()),
@@ -166,6 +172,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "structured_outputs": (BODY, ()),
     "suffix": (BODY, ("",)),
     "thinking_token_budget": (BODY, ()),
+    "thread": (MESSAGES, ()),
     "token_ids_logprob": (BODY, ()),
     "tp": (ENGINE | FLAG, (1,)),
     "truncate_prompt_tokens": (BODY | EMBEDDING, ()),

@@ -249,6 +249,8 @@ def test_responses_body_repeats_the_request_and_has_every_field(url: str) -> Non
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
         ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0].type", "is None"),
         ({"background": True}, "background", "is true"),
+        ({"conversation": "conv_0"}, "conversation", "not supported with the value 'conv_0'"),
+        ({"prompt": {"id": "pmpt_0"}}, "prompt", "not supported"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort", "is 3"),
         ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),
         ({"input": []}, "input", "is []"),
