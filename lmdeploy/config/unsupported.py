@@ -23,14 +23,15 @@ class Where(Flag):
     BODY = auto()  # a field in the body of every endpoint that generates
     CHAT = auto()  # a field in the body of /v1/chat/completions
     GENERATE = auto()  # a field in the body of /generate
-    RESPONSES = auto()  # a field in the body of /v1/responses
     EMBEDDING = auto()  # a field in the body of /v1/embeddings and /pooling
+    RESPONSES = auto()  # a field in the bodies of /v1/responses and /v1/responses/input_tokens
+    MESSAGES = auto()  # a field in the body of /v1/messages
 
 
 ENGINE, GENERATION = Where.ENGINE, Where.GENERATION
 FLAG, SWITCH, LIST = Where.FLAG, Where.SWITCH, Where.LIST
 BODY, CHAT, GENERATE = Where.BODY, Where.CHAT, Where.GENERATE
-RESPONSES, EMBEDDING = Where.RESPONSES, Where.EMBEDDING
+EMBEDDING, RESPONSES, MESSAGES = Where.EMBEDDING, Where.RESPONSES, Where.MESSAGES
 ANY: tuple[Any, ...] = ("any value",)
 
 UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
@@ -58,6 +59,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "cache_prompt_boundary_skip": (ENGINE, (1,)),
     "chat_template": (BODY, ()),
     "communicator": (ENGINE | FLAG, ("nccl",)),
+    "compaction": (MESSAGES, ()),
     "conversation": (RESPONSES, ()),
     "cp": (ENGINE | FLAG, (1,)),
     "cudagraph_capture_batch_sizes": (LIST, ()),
@@ -113,6 +115,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "max_prefill_iters": (ENGINE | FLAG, (1,)),
     "media_io_kwargs": (BODY, ()),
     "metadata": (BODY, ANY),
+    "mcp_servers": (MESSAGES, ([],)),
     "migration_backend": (FLAG, ("DLSlime",)),
     "migration_request": (GENERATION, (None,)),
     "mlp_dp_size": (ENGINE, (None,)),
@@ -167,6 +170,7 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "structured_outputs": (BODY, ()),
     "suffix": (BODY, ("",)),
     "thinking_token_budget": (BODY, ()),
+    "thread": (MESSAGES, ()),
     "token_ids_logprob": (BODY, ()),
     "tp": (ENGINE | FLAG, (1,)),
     "truncate_prompt_tokens": (BODY | EMBEDDING, ()),

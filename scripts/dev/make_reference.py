@@ -120,7 +120,7 @@ def _bodies() -> Iterator[tuple[str, type[ApiRequest]]]:
     """Yield the path of every POST endpoint with the schema of its body."""
     models = {model.__name__: model for model in BODIES}
     for route in (route for router in ROUTERS for route in router.routes):
-        if isinstance(route, APIRoute) and route.openapi_extra:
+        if isinstance(route, APIRoute) and "requestBody" in (route.openapi_extra or {}):
             content = route.openapi_extra["requestBody"]["content"]["application/json"]
             yield route.path, models[content["schema"]["$ref"].rsplit("/", 1)[1]]
 

@@ -6,13 +6,14 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from lmdeploy.base.checks import OptionError, refuse, show
 from lmdeploy.chat.tool_calls import ToolCall
+from lmdeploy.config.unsupported import MESSAGES, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import ERROR_FORMS, ApiError, JsonResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
@@ -24,7 +25,14 @@ from lmdeploy.serve.routes.conversation import (
 )
 from lmdeploy.serve.routes.documentation import ERROR_MODELS
 from lmdeploy.serve.sampling import Limits
-from lmdeploy.serve.schema import ApiRequest, Flag, Objects, SamplingFields, Texts
+from lmdeploy.serve.schema import (
+    ApiRequest,
+    Flag,
+    Objects,
+    SamplingFields,
+    Texts,
+    Unsupported,
+)
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
@@ -38,7 +46,6 @@ _ERROR_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-_NO_THREADS = "thread_unsupported_request"  # clients then send the whole conversation
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -57,6 +64,7 @@ class MessageFields(ApiRequest):
 class MessagesRequest(MessageFields):
     """Body of POST /v1/messages."""
 
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(MESSAGES)
     max_tokens: int = Field(ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -64,7 +72,6 @@ class MessagesRequest(MessageFields):
     stop_sequences: Texts | None = None
     stream: Flag | None = False
     output_format: dict[str, Any] | None = None
-    thread: dict[str, Any] | None = None  # refused
 
     @property
     def session_id(self) -> None:
@@ -102,8 +109,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # clients recognize an overflow by these words
     told: dict[str, Any] = {"type": kind, "message": message}
-    if error.code == _NO_THREADS:
-        told["details"] = {"error_code": error.code}
+    if error.param == "thread":  # clients then send the whole conversation
+        told["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": told}
 
 
@@ -243,13 +250,7 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 
 
 async def prepare_message(state: ServerState, request: MessagesRequest) -> PreparedRequest:
-    """Make the prompt and the options. Raise ApiError or OptionError for a bad field."""
-    if request.thread is not None:
-        message = (
-            f"thread is {show(request.thread)}, but the server keeps no conversations. "
-            "Send all messages without it."
-        )
-        raise ApiError(400, message, param="thread", code=_NO_THREADS)
+    """Make the prompt and the options. Raise OptionError for a bad field."""
     return await prepare_conversation(
         state,
         conversation_of(request),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.config.unsupported import RESPONSES, unsupported_body_fields
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.http.response_store import StoredResponse
 from lmdeploy.serve.routes.conversation import Conversation
-from lmdeploy.serve.schema import ApiRequest, Objects
+from lmdeploy.serve.schema import ApiRequest, Objects, Unsupported
 from lmdeploy.serve.state import ServerState
 
 Item = dict[str, Any]
@@ -38,6 +39,7 @@ _PREFIXES = {
 class ResponseFields(ApiRequest):
     """The fields that describe a conversation, besides `model` and `input`."""
 
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(RESPONSES)
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Objects | None = None

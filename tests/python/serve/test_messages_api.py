@@ -170,6 +170,8 @@ def test_messages_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> 
             "tools[0].type is 'web_search_20250305'",
         ),
         ({"tool_choice": {"type": "x"}}, 400, "invalid_request_error", "tool_choice.type is 'x'"),
+        ({"mcp_servers": [{"type": "url"}]}, 400, "invalid_request_error", "mcp_servers is not"),
+        ({"compaction": {"type": "x"}}, 400, "invalid_request_error", "compaction is not"),
     ],
 )
 def test_messages_errors_have_the_form_of_the_api(
