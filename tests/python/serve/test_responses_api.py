@@ -191,7 +191,7 @@ def test_responses_input_tokens_equal_the_usage(client: openai.OpenAI) -> None:
         assert wanted is not None and count.input_tokens == wanted.input_tokens
         assert count.object == "response.input_tokens"
         assert client.responses.input_tokens.count(**{**ask, **change}) == count
-    with pytest.raises(openai.NotFoundError, match="model is"):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.responses.input_tokens.count(model="other", input="x")
     with pytest.raises(openai.BadRequestError, match="input is"):
         client.responses.input_tokens.count(model="m")
