@@ -144,7 +144,7 @@ def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | 
     known = "".join(f"{name}, " for name in (*family.hf_quant_methods, *METHODS))
     raise ModelFormatError(
         f"{reader.source}: quantization_config.quant_method is {method[:40]!r}. "
-        f"Use {known}F32, F16 or BF16 weights, or a GGUF file."
+        f"Use {known}F32, F16 or BF16 weights, which --weight-format can quantize, or a GGUF file."
         + (f" KV scales are not supported either. {KV_SCALES_ADVICE}" if kv_keys else "")
     )
 

@@ -1,4 +1,4 @@
-"""`lmdeploy lite …`: tools for the KV cache of a model."""
+"""`lmdeploy lite …`: tools for the KV cache and the weights of a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lmdeploy.base.checks import refuse
 from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, add_log_level, kv_ingredients
+from lmdeploy.cli.lite_weights import add_weight_commands
 from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     TABLE_SUFFIXES,
@@ -22,6 +23,7 @@ def add_lite_commands(parser: argparse.ArgumentParser) -> None:
     _add_calibrate(commands)
     _add_kv_search(commands)
     _add_kv_report(commands)
+    add_weight_commands(commands)
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:

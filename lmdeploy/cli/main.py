@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_server_flags(api_server)
     api_server.set_defaults(run=_api_server)
     add_lite_commands(
-        commands.add_parser("lite", help="calibrate the KV cache and choose its formats")
+        commands.add_parser("lite", help="calibrate the KV cache, or quantize weights")
     )
     add_kv_store_commands(
         commands.add_parser("kv-store", help="show or empty a store of KV blocks")

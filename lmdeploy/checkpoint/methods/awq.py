@@ -75,6 +75,24 @@ def _combine(parts: Parts, *, group: int, has_zeros: bool) -> StoredTensor:
     return StoredTensor(codes.name, "AWQ", (rows, cols), codes.raw, matrix=matrix)
 
 
+def awq_parts(
+    codes: Bytes, *, scales: Floats, zeros: Bytes
+) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]]:
+    """Return the tensors of a matrix by suffix, as the arguments of `gptq_parts`."""
+    return {
+        _CODES: _pack(np.ascontiguousarray(codes.T)),
+        _ZEROS: _pack(np.ascontiguousarray(zeros.T)),
+        _SCALES: np.ascontiguousarray(scales.T.astype(np.float16)),
+    }
+
+
+def _pack(codes: Bytes) -> npt.NDArray[np.int32]:
+    """Pack codes [n, outputs] to words [n, outputs / 8]."""
+    by_word = codes.reshape(len(codes), -1, WORD_OUTPUTS)[:, :, NIBBLE_ORDER]
+    pairs = by_word[:, :, 0::2] | by_word[:, :, 1::2] << np.uint8(4)
+    return np.ascontiguousarray(pairs).view("<i4").astype(np.int32)[:, :, 0]
+
+
 def _unpack(packed: Bytes, rows: int, *, begin: int, end: int) -> Bytes:
     """Unpack rows [begin, end) of words [n, rows / 8] to [end - begin, n]."""
     words: npt.NDArray[np.uint32] = packed.view("<u4").reshape(-1, rows // WORD_OUTPUTS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import release_pages
@@ -127,6 +128,29 @@ class _Layout:
             return None
         self.warn_of_order(stored.name)
         return stored
+
+
+def gptq_parts(
+    codes: Bytes, *, scales: Floats, zeros: Bytes
+) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]]:
+    """Return the tensors of a matrix of 4 bits by suffix, in the format "gptq".
+
+    `codes` are [outputs, inputs], `scales` and `zeros` [outputs, groups]. The numbers of outputs
+    and inputs are multiples of 8. The groups follow the order of the inputs.
+    """
+    cols, groups = codes.shape[1], scales.shape[1]
+    return {
+        _CODES: np.ascontiguousarray(_pack_nibbles(codes).T),
+        _ZEROS: _pack_nibbles(np.ascontiguousarray(((zeros - np.uint8(1)) & np.uint8(15)).T)),
+        _SCALES: np.ascontiguousarray(scales.T.astype(np.float16)),
+        _GROUPS: (np.arange(cols) // (cols // groups)).astype(np.int32),
+    }
+
+
+def _pack_nibbles(codes: Bytes) -> npt.NDArray[np.int32]:
+    """Pack [n, m] codes of 4 bits to words [n, m / 8]. The lowest bits come first."""
+    pairs = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    return np.ascontiguousarray(pairs).view("<i4").astype(np.int32)
 
 
 def open_gptq(file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:

@@ -1,0 +1,152 @@
+"""`lmdeploy lite auto_gptq` and `auto_awq`: quantize a folder to 4 bits and measure the result."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmdeploy.base.checks import check_bool, check_choice, check_int, refuse
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.tensor_file import PLAIN_FORMATS
+from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
+from lmdeploy.lite.divergence import Score, cut_contexts, read_text
+from lmdeploy.lite.weights.compare import compare_folders
+from lmdeploy.lite.weights.folder import write_folder
+from lmdeploy.lite.weights.layers import MATRICES, quantize_layers, round_layers
+from lmdeploy.lite.weights.rounding import BITS, Grid
+
+METHODS = ("gptq", "awq")
+_BLOCK = 32  # inputs of a block in the engine
+_WORD_OUTPUTS = 8  # outputs that share a word of a folder
+_MAX_EVALUATED = 4096  # tokens
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """The options of a quantization.
+
+    Args:
+        method: gptq or awq.
+        bits: bits of a code, which must be 4.
+        group: consecutive inputs with the same scale.
+        is_symmetric: whether every zero is the middle of the codes.
+        tokens: most tokens of the text to use.
+        context: tokens of one prompt, at most the model's context length.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    method: str
+    bits: int = BITS
+    group: int = 128
+    is_symmetric: bool = False
+    tokens: int = 16384
+    context: int = 2048
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, choices=METHODS)
+        check_choice("w_bits", self.bits, choices=(BITS,), flag="--w-bits")
+        check_int("w_group_size", self.group, low=_BLOCK, flag="--w-group-size")
+        if self.group % _BLOCK:
+            wanted = f"a multiple of {_BLOCK}"
+            raise refuse("w_group_size", self.group, wanted=wanted, flag="--w-group-size")
+        check_bool("w_sym", self.is_symmetric, flag="--w-sym")
+        check_int("tokens", self.tokens, low=1, flag="--tokens")
+        check_int("context", self.context, low=2, flag="--context")
+
+    @property
+    def grid(self) -> Grid:
+        """Return the rule for groups."""
+        return Grid(self.group, self.is_symmetric)
+
+
+def quantize_folder(
+    model_path: str, text_path: Path, *, output: Path, options: WeightOptions
+) -> dict[str, Score]:
+    """Write the quantized model to the folder `output`, and return scores by label.
+
+    The last part of the text is not used for quantization: it measures the result beside the
+    original and beside rounding to nearest.
+
+    Raises:
+        ValueError, OSError: if the text, the model or a path cannot be used.
+    """
+    from lmdeploy.chat.tokenizer import tokenizer_from_folder
+
+    check_empty(output)
+    text = read_text(text_path)
+    checkpoint = open_checkpoint(resolve_model(model_path))
+    check_model(checkpoint, options.grid)
+    ids = tokenizer_from_folder(checkpoint.path).encode(text, add_special=False)
+    context = min(options.context, checkpoint.config.max_position)
+    prompts, kept = split_text(ids, context, max_tokens=options.tokens)
+    output.mkdir(exist_ok=True)
+    grid, method = options.grid, options.method
+    layers = quantize_layers(checkpoint, prompts, method=method, grid=grid)
+    write_folder(checkpoint, output, layers=layers, method=method, grid=grid)
+    with tempfile.TemporaryDirectory(dir=output.parent) as name:
+        nearest = Path(name)
+        rounded = round_layers(checkpoint, grid=grid)
+        write_folder(checkpoint, nearest, layers=rounded, method=method, grid=grid)
+        others = {method: output, "round to nearest": nearest}
+        return compare_folders(checkpoint.path, others, contexts=kept)
+
+
+def check_empty(output: Path) -> None:
+    """Raise ValueError unless the folder is empty, or can be made. Call it before the work."""
+    is_free = not any(output.iterdir()) if output.is_dir() else not output.exists()
+    if not is_free or not output.parent.is_dir():
+        wanted = "an empty folder, or a new one in an existing folder"
+        raise refuse("work_dir", str(output), wanted=wanted, flag="--work-dir")
+
+
+def check_model(checkpoint: Checkpoint, grid: Grid) -> None:
+    """Raise ModelFormatError for a model that the tools do not support."""
+    where = f"{checkpoint.path}: "
+    if checkpoint.is_gguf:
+        raise ModelFormatError(where + "A GGUF file is not supported. Give a Hugging Face folder.")
+    if checkpoint.config.moe is not None:
+        raise ModelFormatError(where + "The model has experts, which are not supported.")
+    for planned in checkpoint.tensors:
+        tensor = planned.tensor
+        if tensor.format not in PLAIN_FORMATS:
+            raise ModelFormatError(
+                f"{where}tensor {tensor.name} is {tensor.format}. The weights must be F32, F16 or "
+                "BF16."
+            )
+        if planned.name.rpartition(".")[2] not in MATRICES or len(tensor.shape) == 1:
+            continue
+        if tensor.cols % grid.group:
+            raise ModelFormatError(
+                f"{where}tensor {tensor.name} has {tensor.cols} inputs, which groups of "
+                f"{grid.group} do not divide. Change --w-group-size."
+            )
+        if tensor.rows % _WORD_OUTPUTS:
+            raise ModelFormatError(
+                f"{where}tensor {tensor.name} has {tensor.rows} outputs. They must be a multiple "
+                f"of {_WORD_OUTPUTS}."
+            )
+
+
+def split_text(
+    ids: Sequence[int], context: int, *, max_tokens: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the contexts for quantization, and those for the evaluation at the end.
+
+    An eighth of the contexts is kept for the evaluation, but at least one and at most 4,096 tokens.
+
+    Raises:
+        ValueError: if there are fewer ids than two contexts.
+    """
+    if min(len(ids), max_tokens) < 2 * context:
+        raise ValueError(
+            f"{min(len(ids), max_tokens)} tokens do not fill two contexts of {context}. Use a "
+            "longer text (--text), more of its --tokens, or a smaller --context."
+        )
+    contexts = cut_contexts(ids, context, max_tokens=max_tokens)
+    kept = max(1, min(len(contexts) // 8, _MAX_EVALUATED // context))
+    return contexts[:-kept], contexts[-kept:]
