@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lmdeploy.base.checks import OptionError
 from lmdeploy.kvx import abi
 
-_DTYPES = {
+DTYPES = {
     "float16": abi.Dtype.F16,
     "bfloat16": abi.Dtype.BF16,
     "float32": abi.Dtype.F32,
@@ -54,21 +54,21 @@ def _read(name: str, value: Any, *, dtype: abi.Dtype | None = None) -> _Tensor:
     else:
         raise OptionError(name, f"is of type {type(value).__name__}. Pass an array.")
     if dtype is None:
-        if found not in _DTYPES:
-            wanted = ", ".join(_DTYPES)
+        if found not in DTYPES:
+            wanted = ", ".join(DTYPES)
             raise OptionError(name, f"has dtype {found}. It must be one of {wanted}.")
-        dtype = _DTYPES[found]
+        dtype = DTYPES[found]
     return _Tensor(dtype, memory, tuple(value.shape), strides, data)
 
 
 def _indices(name: str, value: Any, *, ndim: int) -> _Tensor:
     """Return an array of integers that is contiguous."""
     read = _read(name, value)
-    contiguous = tuple(int(np.prod(read.shape[i + 1 :])) for i in range(ndim))
     if read.dtype not in (abi.Dtype.S32, abi.Dtype.S64) or len(read.shape) != ndim:
         raise OptionError(name, f"must be an array of integers with {ndim} dimensions.")
-    if read.stride != contiguous and np.prod(read.shape) > 1:
-        raise OptionError(name, "must be contiguous.")
+    for i, (size, stride) in enumerate(zip(read.shape, read.stride, strict=True)):
+        if size > 1 and stride != np.prod(read.shape[i + 1 :]):
+            raise OptionError(name, "must be contiguous.")
     return read
 
 
