@@ -102,6 +102,16 @@ const Case kOfGather[] = {
        f.gather.block_table.indices_count = 2;
      }},
     {"FP8 cache", kUnsupported, [](Fixture& f) { f.cache.v.dtype = KVX_DTYPE_F8_E5M2; }},
+    {"dtype of indices", kInvalid,
+     [](Fixture& f) { f.gather.block_table.index_dtype = KVX_DTYPE_U32; }},
+    {"dtype of lengths", kInvalid, [](Fixture& f) { f.gather.seq_lens.dtype = KVX_DTYPE_F32; }},
+    {"block_size that is no power of two", kInvalid,
+     [](Fixture& f) {
+       UseOffsets(f);
+       f.cache.block_size = 3;
+       f.cache.k.shape[2] = f.cache.v.shape[2] = 3;
+       f.gather.block_table.max_blocks_per_seq = 2;
+     }},
     {"no flag", kInvalid, [](Fixture& f) { UseOffsets(f, KVX_BLOCK_TABLE_FLAG_NONE); }},
     {"no pool", kInvalid,
      [](Fixture& f) {

@@ -124,7 +124,10 @@ def describe(side: model.Side) -> abi.TensorDesc:
 
 
 def scale_desc(case: Case) -> tuple[abi.ScaleDesc, np.ndarray, np.ndarray]:
-    """Return scales as a descriptor, its memory, and by block and head."""
+    """Return scales as a descriptor, its memory, and by block and head.
+
+    If the descriptor has no scales, the memory has one for the tensor.
+    """
     kind = case.pick(*abi.Scale)
     shape = ((), (1,), (case.blocks,), (case.heads,), (case.blocks, case.heads))[kind]
     scales = case.rng.uniform(0.5, 2, shape).astype(np.float32)
@@ -132,9 +135,10 @@ def scale_desc(case: Case) -> tuple[abi.ScaleDesc, np.ndarray, np.ndarray]:
     desc.shape[: len(shape)] = shape
     desc.stride[: len(shape)] = [stride // 4 for stride in scales.strides]
     desc.data = scales.ctypes.data
+    if kind == abi.Scale.NONE:
+        desc.size = case.pick(0, desc.size)
     by_head = scales if kind != abi.Scale.PER_BLOCK else scales[:, None]
-    full = np.ones(1, np.float32) if kind == abi.Scale.NONE else by_head
-    return desc, scales, np.broadcast_to(full, (case.blocks, case.heads))
+    return desc, scales, np.broadcast_to(by_head, (case.blocks, case.heads))
 
 
 def run_write(case: Case, lib: Any) -> None:
@@ -149,6 +153,11 @@ def run_write(case: Case, lib: Any) -> None:
     write = abi.WriteDesc(io, abi.SlotMapping(index_dtype, tokens, invalid, indices.ctypes.data))
     write.k_scale_desc, k_memory, k_scales = scale_desc(case)
     write.v_scale_desc, v_memory, v_scales = scale_desc(case)
+    write.k_scale = k_memory.ctypes.data
+    if case.pick(True, False):
+        write.v_scale = v_memory.ctypes.data
+    elif write.v_scale_desc.granularity == abi.Scale.NONE:
+        v_scales = np.ones_like(v_scales)
     before = [buffer.copy() for buffer in case.buffers]
     assert lib.kvx_write_kv(case.cache(), write, None) == abi.Status.OK
     got = [buffer.copy() for buffer in case.buffers]
