@@ -95,9 +95,7 @@ Counts CountsOf(const kvx_tm_layer_t& layer) {
 class Side {
  public:
   Side(const kvx_tm_layer_t& layer, const KvLayerView& view, KvSide side)
-      : view_(view),
-        side_(side),
-        is_rotated_(side == KvSide::kK && (layer.flags & KVX_TM_FLAG_ROTATED) != 0),
+      : is_rotated_(side == KvSide::kK && (layer.flags & KVX_TM_FLAG_ROTATED) != 0),
         mean_(side == KvSide::kK ? layer.k_mean : nullptr) {
     const int s = static_cast<int>(side);
     format_.format = view.format[s];
@@ -108,51 +106,79 @@ class Side {
     CheckFactors(factors_, layer.num_kv_heads);
   }
 
-  // Moves the rows of all heads between an IO tensor and a token of a block.
-  void Write(const std::byte* io, int dtype, int64_t block, int64_t offset) const {
-    float row[kMaxHeadDim];
-    for (int head = 0; head < view_.kv_heads; ++head) {
-      LoadRow(io + head * RowBytes(dtype), dtype, format_.n, row);
-      for (int d = 0; mean_ != nullptr && d < format_.n; ++d) {
-        row[d] -= mean_[head * format_.n + d];
-      }
-      if (is_rotated_) {
-        RowKernels().rotate_row(row, format_.n);
-      }
-      const turbomind::KvRow to = view_.Row(side_, block, head, static_cast<int>(offset));
-      RowKernels().encode_row(FormatOf(head), row, to.payload, to.metadata);
+  // Moves the row of a head between an IO tensor and a token of a block.
+  void Write(const std::byte* io, int dtype, const turbomind::KvRow& to, int head) const {
+    float buffer[kMaxHeadDim];
+    const float* row = buffer;
+    if (IsStoredAsGiven(dtype)) {
+      row = reinterpret_cast<const float*>(io);
+    } else {
+      LoadRow(io, dtype, format_.n, buffer);
+      Change(buffer, head);
+    }
+    RowKernels().encode_row(FormatOf(head), row, to.payload, to.metadata);
+  }
+  void Read(const turbomind::KvRow& from, int head, int dtype, std::byte* io) const {
+    float buffer[kMaxHeadDim];
+    const bool is_direct = IsStoredAsGiven(dtype);
+    float* row = is_direct ? reinterpret_cast<float*>(io) : buffer;
+    RowKernels().decode_row(FormatOf(head), from.payload, from.metadata, row);
+    if (!is_direct) {
+      Restore(buffer, head);
+      StoreRow(buffer, PlainFormat(dtype, format_.n), io);
     }
   }
-  void Read(int64_t block, int64_t offset, int dtype, std::byte* io) const {
-    float row[kMaxHeadDim];
-    for (int head = 0; head < view_.kv_heads; ++head) {
-      const turbomind::KvRow from = view_.Row(side_, block, head, static_cast<int>(offset));
-      RowKernels().decode_row(FormatOf(head), from.payload, from.metadata, row);
-      if (is_rotated_) {  // the rotation is its own inverse
-        RowKernels().rotate_row(row, format_.n);
-      }
-      for (int d = 0; mean_ != nullptr && d < format_.n; ++d) {
-        row[d] += mean_[head * format_.n + d];
-      }
-      StoreRow(row, PlainFormat(dtype, format_.n), io + head * RowBytes(dtype));
-    }
-  }
-  int64_t TokenBytes(int dtype) const { return view_.kv_heads * RowBytes(dtype); }
 
  private:
-  int64_t RowBytes(int dtype) const { return format_.n * ElementBytes(dtype); }
+  // Returns whether the codec can take rows of the IO tensor where they are.
+  bool IsStoredAsGiven(int dtype) const {
+    return dtype == KVX_DTYPE_F32 && mean_ == nullptr && !is_rotated_;
+  }
+  // Subtracts the mean from a row and rotates it.
+  void Change(float* row, int head) const {
+    for (int d = 0; mean_ != nullptr && d < format_.n; ++d) {
+      row[d] -= mean_[head * format_.n + d];
+    }
+    if (is_rotated_) {
+      RowKernels().rotate_row(row, format_.n);
+    }
+  }
+  // The inverse of Change. The rotation is its own inverse.
+  void Restore(float* row, int head) const {
+    if (is_rotated_) {
+      RowKernels().rotate_row(row, format_.n);
+    }
+    for (int d = 0; mean_ != nullptr && d < format_.n; ++d) {
+      row[d] += mean_[head * format_.n + d];
+    }
+  }
   RowFormat FormatOf(int head) const {
     RowFormat format = format_;
     format.global_scale = factors_ != nullptr ? factors_[head] : 1.f;
     return format;
   }
 
-  const KvLayerView& view_;
-  KvSide side_;
   bool is_rotated_;
   const float* mean_;
   const float* factors_ = nullptr;
   RowFormat format_;
+};
+
+// The rows of an IO tensor.
+class IoRows {
+ public:
+  IoRows(const kvx_tensor_desc_t& io, int dtype, const KvLayerView& view)
+      : data_(static_cast<std::byte*>(io.data)),
+        heads_(view.kv_heads),
+        row_bytes_(view.head_dim * ElementBytes(dtype)) {}
+  std::byte* At(int64_t token, int head) const {
+    return data_ + (token * heads_ + head) * row_bytes_;
+  }
+
+ private:
+  std::byte* data_;
+  int64_t heads_;
+  int64_t row_bytes_;
 };
 
 // Returns the dtype of an IO tensor.
@@ -214,10 +240,14 @@ void WriteQuantized(const kvx_tm_layer_t* layer, const kvx_write_desc_t* write) 
   const kvx_tensor_desc_t* const io[2] = {&write->io.key, &write->io.value};
   const int dtypes[2] = {FloatDtype(*io[0]), FloatDtype(*io[1])};
   const Slots slots(write->slots, counts);
-  for (int i = 0; i < 2; ++i) {
+  for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+    const int s = static_cast<int>(side);
+    const IoRows rows(*io[s], dtypes[s], view);
     slots.ForEach([&](int64_t token, int64_t block, int64_t offset) {
-      const auto* from = static_cast<const std::byte*>(io[i]->data);
-      sides[i].Write(from + token * sides[i].TokenBytes(dtypes[i]), dtypes[i], block, offset);
+      for (int head = 0; head < view.kv_heads; ++head) {
+        const turbomind::KvRow to = view.Row(side, block, head, static_cast<int>(offset));
+        sides[s].Write(rows.At(token, head), dtypes[s], to, head);
+      }
     });
   }
 }
@@ -232,10 +262,14 @@ void GatherQuantized(const kvx_tm_layer_t* layer, const kvx_gather_desc_t* gathe
   const int dtypes[2] = {FloatDtype(*io[0]), FloatDtype(*io[1])};
   Require(Raw(gather->block_table.format) != KVX_BLOCK_TABLE_KV_OFFSETS, KVX_STATUS_UNSUPPORTED);
   const Tables tables(*gather, counts, false);
-  for (int i = 0; i < 2; ++i) {
-    tables.ForEach(i, [&](int64_t row, int64_t block, int64_t offset) {
-      auto* to = static_cast<std::byte*>(io[i]->data);
-      sides[i].Read(block, offset, dtypes[i], to + row * sides[i].TokenBytes(dtypes[i]));
+  for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+    const int s = static_cast<int>(side);
+    const IoRows rows(*io[s], dtypes[s], view);
+    tables.ForEach(0, [&](int64_t row, int64_t block, int64_t offset) {
+      for (int head = 0; head < view.kv_heads; ++head) {
+        const turbomind::KvRow from = view.Row(side, block, head, static_cast<int>(offset));
+        sides[s].Read(from, head, dtypes[s], rows.At(row, head));
+      }
     });
   }
 }

@@ -76,13 +76,7 @@ class Side {
         element_(ElementBytes(view_.dtype)),
         io_element_(ElementBytes(io_dtype_)),
         heads_(counts.heads),
-        row_(counts.head_dim) {
-    // Rows of all heads that follow each other are one row, unless each head has a scale.
-    if (view_.is_dense() && !IsFp8(view_.dtype) && view_.head == row_ * element_) {
-      row_ *= heads_;
-      heads_ = 1;
-    }
-  }
+        row_(counts.head_dim) {}
 
   const CacheView& view() const { return view_; }
   bool has_equal_dtypes() const { return io_dtype_ == view_.dtype; }
