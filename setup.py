@@ -1,6 +1,7 @@
 """Builds the C++ engine with CMake and adds it to the wheel."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -12,11 +13,12 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-CUDA_LIBRARY = Path("lmdeploy/libturbomind_cuda.so")
+HEADERS = Path("include/kvx")
+LIBRARIES = (Path("lmdeploy/libkvx.so.1"), Path("lmdeploy/libturbomind_cuda.so"))
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake and adds the module, and the CUDA library if it was built, to the package.
+    """Runs CMake and adds the module, libkvx with its headers, and the CUDA library to the package.
 
     `CMAKE_ARGS=-DTM_CUDA=ON` builds the CUDA library. cmake/cuda.cmake lists its options.
     """
@@ -47,6 +49,8 @@ class CMakeBuild(build_ext):
         subprocess.run(
             ["cmake", "--build", str(build), "--target", "tm_package", "-j", jobs], check=True
         )
+        if not self.editable_mode:  # an editable install reads them where they are
+            shutil.copytree(ROOT / HEADERS, target / HEADERS, dirs_exist_ok=True)
 
     def _build_folder(self) -> Path:
         """Return the build folder. An editable install keeps it, so that it can rebuild fast."""
@@ -57,11 +61,12 @@ class CMakeBuild(build_ext):
         return ROOT / "build" / f"editable-{zlib.crc32(options.encode()):08x}"
 
     def copy_extensions_to_source(self) -> None:
-        """Copy the module and the CUDA library into the source tree, for an editable install."""
+        """Copy the module and the libraries into the source tree, for an editable install."""
         super().copy_extensions_to_source()
-        built = Path(self.build_lib) / CUDA_LIBRARY
-        if built.is_file():
-            self.copy_file(str(built), str(ROOT / CUDA_LIBRARY))
+        for library in LIBRARIES:
+            built = Path(self.build_lib) / library
+            if built.is_file():
+                self.copy_file(str(built), str(ROOT / library))
 
 
 setup(ext_modules=[Extension("lmdeploy._turbomind", [])], cmdclass={"build_ext": CMakeBuild})

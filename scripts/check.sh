@@ -99,7 +99,7 @@ step_cuda() {
 }
 
 step_pytest() {
-  cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ &&
+  cp "$BUILD_ROOT"/release/{_turbomind*.so,libkvx.so.1} lmdeploy/ &&
     TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest -rs --timeout 300 \
       --numprocesses "$JOBS" --maxprocesses 4
 }
@@ -144,10 +144,10 @@ run_sanitized() {
 
 step_asan() {
   ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    run_sanitized asan address,undefined 'core|kv|ops|profile|cpu|model|engine'
+    run_sanitized asan address,undefined 'core|kv|ops|profile|cpu|model|engine|kvx'
 }
 
-step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engine'; }
+step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engine|kvx'; }
 
 step_wheel() {
   local folder="$BUILD_ROOT/wheel" wheel bytes missing
@@ -166,7 +166,9 @@ from pathlib import Path
 import lmdeploy
 from lmdeploy import _turbomind
 assert Path(_turbomind.__file__).parent == Path.cwd() / "lmdeploy", _turbomind.__file__
-assert _turbomind.make_cpu_device(1)')
+assert _turbomind.make_cpu_device(1)
+from lmdeploy.kvx import include_folder, library
+assert library() and (include_folder() / "kvx/kvx_abi.h").is_relative_to(Path.cwd())')
 }
 
 readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest mutations cuda pytest clang_tidy asan tsan wheel)

@@ -37,6 +37,8 @@ def identity_of_cache(
         "block_tokens": config.cache_block_seq_len,
         "layers": [[pair.k, pair.v] for pair in kv.layers],
         "windows": list(model.windows),
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
         "rotation": kv.rotation,
         "scale_search": kv.scale_search,
         "sink_tokens": kv.sink_tokens,

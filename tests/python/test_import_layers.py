@@ -13,7 +13,7 @@ LAYERS = (
     ("_turbomind", "version"),
     ("base",),
     ("config",),
-    ("kv_cache", "kv_rows"),
+    ("kv_cache", "kv_rows", "kvx"),
     ("models",),
     ("chat", "checkpoint"),
     ("response", "kv_store"),

@@ -1,4 +1,4 @@
-"""Tests of the layers of src/turbomind: a file includes only its own layer and those below it."""
+"""Tests of the layers of src: a file includes only its own layer and those below it."""
 
 import re
 from graphlib import CycleError, TopologicalSorter
@@ -8,18 +8,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "src"
 # From the ground up. Ops define the interface of a device, and backends implement it.
-LAYERS = ("core", "kv", "ops", "backend", "profile", "model", "engine", "bindings")
+LAYERS = ("core", "kv", "ops", "backend", "kvx", "profile", "model", "engine", "bindings")
 # The engine loads one backend or both, so neither may need the other.
 APART = {"backend/cpu", "backend/cuda"}
-INCLUDE = re.compile(r'^\s*#\s*include "turbomind/([^"]+)"', re.MULTILINE)
+INCLUDE = re.compile(r'^\s*#\s*include "((?:turbomind|kvx)/[^"]+)"', re.MULTILINE)
 
-Include = tuple[str, str]  # two paths below turbomind: the file and the file that it includes
+Include = tuple[str, str]  # the file and the file that it includes; turbomind/ is left out
 
 
 def read_includes(root: Path) -> list[Include]:
     files = [x for x in root.rglob("*") if x.suffix in {".h", ".cuh", ".cc", ".cu"}]
     return [
-        (file.relative_to(root / "turbomind").as_posix(), included)
+        (
+            file.relative_to(root).as_posix().removeprefix("turbomind/"),
+            included.removeprefix("turbomind/"),
+        )
         for file in files
         for included in INCLUDE.findall(file.read_text(encoding="utf-8"))
     ]

@@ -1,4 +1,4 @@
-"""Tests of the import paths that users of LMDeploy 0.18 type."""
+"""Tests of the import paths that users type."""
 
 import importlib
 
@@ -10,6 +10,8 @@ NAMES = {
         "Response Tokenizer APIClient client __version__"
     ),
     "lmdeploy.api": "client pipeline serve",
+    "lmdeploy.kv_cache": "CacheConfig KVCache memory_table",
+    "lmdeploy.kv_rows": "pack_rows unpack_rows",
     "lmdeploy.messages": "GenerationConfig Response ResponseType TurbomindEngineConfig",
     "lmdeploy.model": "ChatTemplateConfig",
     "lmdeploy.pipeline": "Pipeline",

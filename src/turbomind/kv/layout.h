@@ -12,6 +12,16 @@ namespace turbomind {
 
 enum class KvSide : int { kK = 0, kV = 1 };
 
+// Returns the number of values that one Hadamard rotation mixes: the largest power of two that
+// divides head_dim.
+inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
+
+// One row of a block. metadata is null if the format has none.
+struct KvRow {
+  uint8_t* payload;
+  uint8_t* metadata;
+};
+
 // The kernels' view of one layer of the pools. It locates every byte of a block. The struct is
 // plain data, made by block::Layout::LayerView. Addresses are 64-bit; block ids come from block
 // tables.
@@ -55,6 +65,18 @@ struct KvLayerView {
     const int s = static_cast<int>(side);
     return scales + block * scale_block_bytes +
            static_cast<int64_t>(head) * block_seq_len * ScaleStride() + (s ? scale_bytes[0] : 0);
+  }
+  // Returns the row of a token: its payload, and its (scale, zero) or its scale bytes.
+  TM_HD KvRow Row(KvSide side, int64_t block, int head, int slot) const {
+    const int s = static_cast<int>(side);
+    std::byte* metadata = nullptr;
+    if (scale_bytes[s] > 0) {
+      metadata = Scales(side, block, head) + static_cast<int64_t>(slot) * ScaleStride();
+    } else if (param_bytes[s] > 0) {
+      metadata = Params(side, block, head) + static_cast<int64_t>(slot) * param_bytes[s];
+    }
+    std::byte* payload = Payload(side, block, head) + static_cast<int64_t>(slot) * row_bytes[s];
+    return {reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(metadata)};
   }
   TM_HD int ScaleStride() const { return scale_bytes[0] + scale_bytes[1]; }
 

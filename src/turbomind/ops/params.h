@@ -78,10 +78,6 @@ struct WriteKvParams {
   int64_t* num_clipped = nullptr;    // the same for values that the KV format clips; may be null
 };
 
-// Returns the number of values that one Hadamard rotation mixes: the largest power of two that
-// divides head_dim.
-inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
-
 // Encodes every slot of each 16-bit block, as stored, into its quantized block. The bytes are the
 // same as if each row had been encoded when it was written.
 struct QuantizeBlocksParams {

@@ -1,17 +1,12 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <string_view>
-#include <vector>
 
+#include "turbomind/backend/cpu/cpu_isa.h"
 #include "turbomind/ops/device.h"
 
 namespace turbomind {
-
-// Returns the instruction sets that this build contains and this machine can run, slowest first:
-// "scalar", "avx2", "avx512", "amx".
-std::vector<std::string> AvailableCpuIsas();
 
 // Creates a CPU device with its own thread pool. `isa` is one of AvailableCpuIsas(). If it is
 // empty, the environment variable LMDEPLOY_CPU_ISA selects the instruction set; without it, the

@@ -38,24 +38,6 @@ float GlobalScale(const KvLayerView& kv, KvSide side, int head) {
   return global_scale != nullptr ? global_scale[head] : 1.f;
 }
 
-// One row of a block, and its metadata if the format has any.
-struct RowAt {
-  uint8_t* payload;
-  uint8_t* metadata;
-};
-
-RowAt FindRow(const KvLayerView& kv, KvSide side, int head, int64_t block, int slot) {
-  const int s = static_cast<int>(side);
-  std::byte* metadata = nullptr;
-  if (kv.scale_bytes[s] > 0) {
-    metadata = kv.Scales(side, block, head) + static_cast<int64_t>(slot) * kv.ScaleStride();
-  } else if (kv.param_bytes[s] > 0) {
-    metadata = kv.Params(side, block, head) + static_cast<int64_t>(slot) * kv.param_bytes[s];
-  }
-  std::byte* payload = kv.Payload(side, block, head) + static_cast<int64_t>(slot) * kv.row_bytes[s];
-  return {reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(metadata)};
-}
-
 void AddTo(int64_t* counter, int64_t found) {
   if (counter != nullptr && found != 0) {
     __atomic_fetch_add(counter, found, __ATOMIC_RELAXED);
@@ -157,9 +139,9 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     float row[kMaxHeadDim];
     int clipped = 0;
     for (int slot = 0; slot < kv.block_seq_len; ++slot) {
-      kernels.decode_row(from, FindRow(window16, side, head, pending.window16, slot).payload,
-                         nullptr, row);
-      const RowAt at = FindRow(kv, side, head, pending.quantized, slot);
+      kernels.decode_row(from, window16.Row(side, pending.window16, head, slot).payload, nullptr,
+                         row);
+      const KvRow at = kv.Row(side, pending.quantized, head, slot);
       // NaN and infinities were counted before.
       clipped += kernels.encode_row(to, row, at.payload, at.metadata).clipped;
     }
@@ -191,7 +173,7 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
         std::fill_n(out, head_dim, 0.f);
         continue;
       }
-      const RowAt at = FindRow(kv, side, head, block, t % kv.block_seq_len);
+      const KvRow at = kv.Row(side, block, head, t % kv.block_seq_len);
       kernels.decode_row({kv.format[static_cast<int>(side)], head_dim, kv.dtype,
                           GlobalScale(kv, side, head), false},
                          at.payload, at.metadata, out);

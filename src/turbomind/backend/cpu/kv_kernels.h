@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/row_kernels.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
@@ -86,32 +87,12 @@ struct WriteHeadArgs {
   int slot = 0;       // inside the block
 };
 
-// The storage format of one row of n values (docs/kv_cache.md).
-struct RowFormat {
-  KvCacheMode format = KvCacheMode::kNone;
-  int n = 0;
-  DataType dtype = DataType::kBFloat16;
-  float global_scale = 1.f;
-  bool search = false;  // search FP4 scales for the least squared error
-};
-
-// Values of encoded rows that are not finite, and finite ones beyond the format's ClipLimit.
-struct RowCounts {
-  int nonfinite = 0;
-  int clipped = 0;
-};
-
-struct CpuKvKernels {
+struct CpuKvKernels : CpuRowKernels {
   void (*decode_splits)(const DecodeSplitsArgs&) = nullptr;
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
   // Returns the counts of K and V.
   RowCounts (*write_head)(const WriteHeadArgs&) = nullptr;
-  // Convert one row to payload and metadata, and back.
-  RowCounts (*encode_row)(const RowFormat&, const float* row, uint8_t* payload,
-                          uint8_t* metadata) = nullptr;
-  void (*decode_row)(const RowFormat&, const uint8_t* payload, const uint8_t* metadata,
-                     float* row) = nullptr;
 };
 
 // Returns the size of the scratch of prefill_rows, in floats.

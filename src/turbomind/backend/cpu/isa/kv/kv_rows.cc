@@ -1,10 +1,11 @@
-// ⑥ Encodes and decodes whole rows.
+// ⑥ Encodes, decodes and rotates whole rows.
 
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 
-#include "turbomind/backend/cpu/isa/attention/attention.h"
 #include "turbomind/backend/cpu/isa/kv/kv_encode.h"
+#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 #include "turbomind/kv/codec.h"
+#include "turbomind/kv/layout.h"
 
 namespace turbomind::TM_ISA {
 
@@ -31,13 +32,16 @@ void DecodeRow(const RowFormat& row_format, const uint8_t* payload, const uint8_
   });
 }
 
-void FillKvKernels(CpuKvKernels& kernels) {
-  kernels.decode_splits = DecodeSplits;
-  kernels.merge_splits = MergeSplits;
-  kernels.prefill_rows = PrefillRows;
-  kernels.write_head = WriteHead;
+namespace {
+
+void RotateRow(float* row, int n) { HadamardRow(row, n, RotationSize(n)); }
+
+}  // namespace
+
+void FillRowKernels(CpuRowKernels& kernels) {
   kernels.encode_row = EncodeRow;
   kernels.decode_row = DecodeRow;
+  kernels.rotate_row = RotateRow;
 }
 
 }  // namespace turbomind::TM_ISA

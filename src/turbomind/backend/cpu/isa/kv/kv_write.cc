@@ -1,10 +1,13 @@
 // ⑥ Processes one token and KV head of WriteKv in place: its query heads, its key and its value.
-// The key and the value are then quantized and stored.
+// The key and the value are then quantized and stored. Also lists all kernels over the KV cache.
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/attention/attention.h"
+#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 #include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/backend/cpu/kv_kernels.h"
 
 namespace turbomind::TM_ISA {
 namespace {
@@ -44,47 +47,6 @@ TM_HD void RotateRow(float* x, const float* cos, const float* sin, int half) {
     const float b = x[half + i];
     x[i] = a * cos[i] - b * sin[i];
     x[half + i] = b * cos[i] + a * sin[i];
-  }
-}
-
-constexpr int32_t kSign = INT32_MIN;
-alignas(64) constexpr int32_t kOddSigns[4][16] = {
-    {0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign},
-    {0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign},
-    {0, 0, 0, 0, kSign, kSign, kSign, kSign, 0, 0, 0, 0, kSign, kSign, kSign, kSign},
-    {0, 0, 0, 0, 0, 0, 0, 0, kSign, kSign, kSign, kSign, kSign, kSign, kSign, kSign},
-};
-
-// Replaces the lanes (i, i + h) with their sum and their difference.
-template <int kStage>
-TM_HD F32x16 Butterfly(F32x16 x) {
-  return Add(SwapLanes<1 << kStage>(x), FromBits(Xor(Bits(x), LoadInt(kOddSigns[kStage]))));
-}
-
-// Applies the normalized Walsh-Hadamard transform to every run of `size` values, a power of two
-// from 16 on: stages h = 1, 2, 4, ..., then one multiplication by 1 / sqrt(size).
-TM_HD void HadamardRow(float* x, int n, int size) {
-  for (int d = 0; d < n; d += kLanes) {
-    F32x16 v = Load(x + d);
-    v = Butterfly<0>(v);
-    v = Butterfly<1>(v);
-    v = Butterfly<2>(v);
-    v = Butterfly<3>(v);
-    Store(x + d, v);
-  }
-  for (int h = kLanes; h < size; h *= 2) {
-    for (int base = 0; base < n; base += 2 * h) {
-      for (int d = base; d < base + h; d += kLanes) {
-        const F32x16 a = Load(x + d);
-        const F32x16 b = Load(x + d + h);
-        Store(x + d, Add(a, b));
-        Store(x + d + h, Sub(a, b));
-      }
-    }
-  }
-  const F32x16 norm = Set1(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size))));
-  for (int d = 0; d < n; d += kLanes) {
-    Store(x + d, Mul(Load(x + d), norm));
   }
 }
 
@@ -129,21 +91,11 @@ RowCounts WriteRow(const WriteHeadArgs& args, KvSide side, const float* row) {
   const KvLayerView& kv =
       args.params->window16.data != nullptr ? args.params->window16 : args.params->kv;
   const int s = static_cast<int>(side);
-  const auto slot = [&](std::byte* first, int64_t stride) {
-    return reinterpret_cast<uint8_t*>(first + args.slot * stride);
-  };
-  uint8_t* metadata = nullptr;
-  if (kv.scale_bytes[s] > 0) {
-    metadata = slot(kv.Scales(side, args.block, args.head), kv.ScaleStride());
-  } else if (kv.param_bytes[s] > 0) {
-    metadata = slot(kv.Params(side, args.block, args.head), kv.param_bytes[s]);
-  }
+  const KvRow to = kv.Row(side, args.block, args.head, args.slot);
   const float global_scale = kv.global_scale[s] != nullptr ? kv.global_scale[s][args.head] : 1.f;
   return EncodeRow({kv.format[s], kv.head_dim, kv.dtype, global_scale, args.params->search_scales},
-                   row, slot(kv.Payload(side, args.block, args.head), kv.row_bytes[s]), metadata);
+                   row, to.payload, to.metadata);
 }
-
-}  // namespace
 
 RowCounts WriteHead(const WriteHeadArgs& args) {
   const WriteKvParams& p = *args.params;
@@ -179,6 +131,16 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
   const RowCounts of_k = WriteRow(args, KvSide::kK, k);
   const RowCounts of_v = WriteRow(args, KvSide::kV, v);
   return {of_k.nonfinite + of_v.nonfinite, of_k.clipped + of_v.clipped};
+}
+
+}  // namespace
+
+void FillKvKernels(CpuKvKernels& kernels) {
+  FillRowKernels(kernels);
+  kernels.decode_splits = DecodeSplits;
+  kernels.merge_splits = MergeSplits;
+  kernels.prefill_rows = PrefillRows;
+  kernels.write_head = WriteHead;
 }
 
 }  // namespace turbomind::TM_ISA

@@ -1,0 +1,82 @@
+"""One layer of exported KV blocks, as libkvx reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.base.checks import check_int, refuse
+from lmdeploy.kvx import abi, adapters, check, library
+
+_NONE = ["none", "none"]
+
+
+class KvLayer(NamedTuple):
+    """A layer over the bytes of some blocks.
+
+    Block i of `layer` is block `blocks[i]` of the prefix. `memory` holds the bytes of all layers of
+    its pool and must outlive `layer`.
+    """
+
+    layer: abi.TmLayer
+    blocks: list[int]
+    memory: npt.NDArray[np.uint8]
+
+
+def _mode(name: str) -> abi.TmMode:
+    return abi.TmMode["FP8_E4M3" if name == "fp8" else name.upper()]
+
+
+def find_layer(
+    identity: dict[str, Any], blocks: Sequence[Sequence[bytes]], *, index: int, window16: bool
+) -> KvLayer:
+    """Return a layer of blocks from an engine with this identity (KvBlocks.layer)."""
+    formats = identity["layers"]
+    check_int("index", index, low=0, high=len(formats) - 1)
+    if identity["calibration"] is not None:
+        raise refuse("calibration", identity["calibration"], wanted="None")
+    has_window16 = identity["recent_tokens"] >= 0
+    if window16 and not has_window16:
+        raise refuse("window16", window16, wanted="False, because the cache has no 16-bit window")
+    # As MakeLayerGroups does: a group for each length of a sliding window, and for 16-bit layers.
+    keys = [
+        (window, has_window16 and pair == _NONE)
+        for window, pair in zip(identity["windows"], formats, strict=True)
+    ]
+    groups = sorted(set(keys))
+    pool = groups.index(keys[index]) + (len(groups) if window16 else 0)
+    members = [i for i, key in enumerate(keys) if key == keys[index]]
+    parts = [_describe(identity, _NONE if window16 else formats[i]) for i in members]
+    data_bytes = sum(part.block_bytes for part in parts)
+    scale_bytes = sum(part.scale_block_bytes for part in parts)
+    found = [i for i, copies in enumerate(blocks) if copies[pool]]
+    copies = [np.frombuffer(blocks[i][pool], np.uint8) for i in found]
+    if any(copy.size != data_bytes + scale_bytes for copy in copies):
+        wanted = f"{data_bytes + scale_bytes} bytes per block"
+        raise refuse("blocks", [copy.size for copy in copies], wanted=wanted)
+    memory = np.concatenate([np.empty(0, np.uint8), *copies])
+    place = members.index(index)
+    layer = parts[place]
+    layer.num_blocks = len(found)
+    layer.data = memory.ctypes.data + sum(part.block_bytes for part in parts[:place])
+    if scale_bytes:
+        offset = sum(part.scale_block_bytes for part in parts[:place])
+        layer.scales = memory.ctypes.data + data_bytes + offset
+    layer.block_bytes = layer.scale_block_bytes = data_bytes + scale_bytes
+    return KvLayer(layer, found, memory)
+
+
+def _describe(identity: dict[str, Any], pair: Sequence[str]) -> abi.TmLayer:
+    """Return a layer with the sizes of its own blocks and without memory."""
+    dtype = adapters.DTYPES[identity["dtype"]]
+    layer = abi.TmLayer(_mode(pair[0]), _mode(pair[1]), dtype, abi.Memory.HOST)
+    layer.block_size = identity["block_tokens"]
+    layer.num_kv_heads, layer.head_dim = identity["num_kv_heads"], identity["head_dim"]
+    layer.flags = (abi.TmFlag.ROTATED if identity["rotation"] else 0) | (
+        abi.TmFlag.SEARCH if identity["scale_search"] else 0
+    )
+    check(library().kvx_tm_describe(layer))
+    return layer

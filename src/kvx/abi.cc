@@ -1,0 +1,110 @@
+// The functions of the public headers. No exception leaves them.
+
+#include "kvx/kvx_abi.h"
+#include "kvx/kvx_launch.h"
+#include "kvx/kvx_turbomind.h"
+#include "kvx/quantized.h"
+#include "kvx/transfer.h"
+#include "kvx/validate.h"
+#include "turbomind/core/check.h"
+
+namespace {
+
+static_assert(sizeof(kvx_version_t) == 16);
+static_assert(sizeof(kvx_tensor_desc_t) == 112);
+static_assert(sizeof(kvx_pool_desc_t) == 32);
+static_assert(sizeof(kvx_cache_desc_t) == 280);
+static_assert(sizeof(kvx_block_table_t) == 64);
+static_assert(sizeof(kvx_slot_mapping_t) == 32);
+static_assert(sizeof(kvx_seq_lens_t) == 24);
+static_assert(sizeof(kvx_kv_io_desc_t) == 248);
+static_assert(sizeof(kvx_scale_desc_t) == 104);
+static_assert(sizeof(kvx_write_desc_t) == 512);
+static_assert(sizeof(kvx_gather_desc_t) == 352);
+static_assert(sizeof(kvx_tm_layer_t) == 104);
+
+template <class F>
+kvx_status_t StatusOf(F&& fn) noexcept {
+  try {
+    fn();
+    return KVX_STATUS_OK;
+  } catch (const kvx::Refusal& refusal) {
+    return refusal.status;
+  } catch (const turbomind::InvalidArgument&) {
+    return KVX_STATUS_INVALID_ARGUMENT;
+  } catch (...) {
+    return KVX_STATUS_INTERNAL_ERROR;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+kvx_status_t kvx_get_version(kvx_version_t* out_version) {
+  if (out_version == nullptr ||
+      (out_version->size != 0 && out_version->size < sizeof(*out_version))) {
+    return KVX_STATUS_INVALID_ARGUMENT;
+  }
+  *out_version = {sizeof(*out_version), KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR, 0};
+  return KVX_STATUS_OK;
+}
+
+kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache) {
+  return StatusOf([&] { kvx::CheckCache(cache); });
+}
+
+kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                          void* /*stream*/) {
+  return StatusOf([&] { kvx::WriteKv(cache, write); });
+}
+
+kvx_status_t kvx_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
+                           void* /*stream*/) {
+  return StatusOf([&] { kvx::GatherKv(cache, gather); });
+}
+
+kvx_status_t kvx_launch_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
+                                 void* stream) {
+  return kvx_write_kv(cache, write, stream);
+}
+
+kvx_status_t kvx_launch_write_kv_prefill(const kvx_cache_desc_t* cache,
+                                         const kvx_write_desc_t* write, int32_t tokens_per_seq,
+                                         void* stream) {
+  if (write == nullptr || write->size < sizeof(*write) || tokens_per_seq <= 0 ||
+      write->io.num_tokens % static_cast<uint32_t>(tokens_per_seq) != 0) {
+    return KVX_STATUS_INVALID_ARGUMENT;
+  }
+  return kvx_write_kv(cache, write, stream);
+}
+
+kvx_status_t kvx_launch_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
+                                  void* stream) {
+  return kvx_gather_kv(cache, gather, stream);
+}
+
+kvx_status_t kvx_tm_negotiate(uint32_t major, uint32_t minor) {
+  const bool is_known = major == KVX_TM_VERSION_MAJOR && minor <= KVX_TM_VERSION_MINOR;
+  return is_known ? KVX_STATUS_OK : KVX_STATUS_INCOMPATIBLE;
+}
+
+kvx_status_t kvx_tm_describe(kvx_tm_layer_t* layer) {
+  return StatusOf([&] { kvx::Describe(layer); });
+}
+
+kvx_status_t kvx_tm_as_cache(const kvx_tm_layer_t* layer, kvx_cache_desc_t* out) {
+  return StatusOf([&] { kvx::AsCache(layer, out); });
+}
+
+kvx_status_t kvx_tm_write_kv(const kvx_tm_layer_t* layer, const kvx_write_desc_t* write,
+                             void* /*stream*/) {
+  return StatusOf([&] { kvx::WriteQuantized(layer, write); });
+}
+
+kvx_status_t kvx_tm_gather_kv(const kvx_tm_layer_t* layer, const kvx_gather_desc_t* gather,
+                              void* /*stream*/) {
+  return StatusOf([&] { kvx::GatherQuantized(layer, gather); });
+}
+
+}  // extern "C"

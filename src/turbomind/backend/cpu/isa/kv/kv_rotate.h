@@ -1,0 +1,52 @@
+#pragma once
+
+// ⑥ The rotation of K.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+
+namespace turbomind::TM_ISA {
+
+inline constexpr int32_t kSign = INT32_MIN;
+alignas(64) inline constexpr int32_t kOddSigns[4][16] = {
+    {0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign},
+    {0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign},
+    {0, 0, 0, 0, kSign, kSign, kSign, kSign, 0, 0, 0, 0, kSign, kSign, kSign, kSign},
+    {0, 0, 0, 0, 0, 0, 0, 0, kSign, kSign, kSign, kSign, kSign, kSign, kSign, kSign},
+};
+
+// Replaces the lanes (i, i + h) with their sum and their difference.
+template <int kStage>
+TM_HD F32x16 Butterfly(F32x16 x) {
+  return Add(SwapLanes<1 << kStage>(x), FromBits(Xor(Bits(x), LoadInt(kOddSigns[kStage]))));
+}
+
+// Applies the normalized Walsh-Hadamard transform to every run of `size` values, a power of two
+// from 16 on: stages h = 1, 2, 4, ..., then one multiplication by 1 / sqrt(size).
+TM_HD void HadamardRow(float* x, int n, int size) {
+  for (int d = 0; d < n; d += kLanes) {
+    F32x16 v = Load(x + d);
+    v = Butterfly<0>(v);
+    v = Butterfly<1>(v);
+    v = Butterfly<2>(v);
+    v = Butterfly<3>(v);
+    Store(x + d, v);
+  }
+  for (int h = kLanes; h < size; h *= 2) {
+    for (int base = 0; base < n; base += 2 * h) {
+      for (int d = base; d < base + h; d += kLanes) {
+        const F32x16 a = Load(x + d);
+        const F32x16 b = Load(x + d + h);
+        Store(x + d, Add(a, b));
+        Store(x + d + h, Sub(a, b));
+      }
+    }
+  }
+  const F32x16 norm = Set1(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size))));
+  for (int d = 0; d < n; d += kLanes) {
+    Store(x + d, Mul(Load(x + d), norm));
+  }
+}
+
+}  // namespace turbomind::TM_ISA
