@@ -1,7 +1,8 @@
 """Quantize the layers of a dense model one after the other, by the inputs of their matrices.
 
-A layer is measured with the outputs of the quantized layers before it, so that it corrects a part
-of their error.
+GPTQ works on the scaled inputs of AWQ, too, so that it depends less on its text. A layer is
+measured with the outputs of the quantized layers before it, so that it corrects a part of their
+error.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def quantize_layers(
     for layer in tqdm(range(count), desc=f"auto_{method}", unit="layer", disable=None):
         weights = reader.layer(layer)
         moments = input_moments(forward, states, weights=weights, layer=layer)
+        scale_inputs(weights, moments, formats=_formats(reader, layer), grid=grid)
         if method == "awq":
-            scale_inputs(weights, moments, formats=_formats(reader, layer), grid=grid)
             codes = {name: grid.round(weights[name]) for name in MATRICES}
         else:
             codes = _gptq_codes(weights, moments, grid=grid)
@@ -46,7 +47,7 @@ def quantize_layers(
         prefix = f"layers.{layer}."
         yield QuantizedLayer(
             {prefix + name: matrix for name, matrix in codes.items()},
-            {prefix + n: values for n, values in vectors.items()} if method == "awq" else {},
+            {prefix + n: values for n, values in vectors.items()},
         )
 
 
@@ -91,10 +92,11 @@ def _gptq_codes(
 def scale_inputs(
     weights: dict[str, Floats], moments: Moments, *, formats: dict[str, str], grid: Grid
 ) -> None:
-    """Scale the inputs of the matrices by AWQ's search, in place; the layer computes the same.
+    """Scale the inputs of the matrices by AWQ's search; the layer computes the same.
 
-    A norm undoes the scales of q, k, v, gate and up. Rows of `up` undo those of `down`, and rows of
-    `v` those of `o`, if every query head has its own V.
+    `weights` and `moments` are changed in place. A norm undoes the scales of q, k, v, gate and up.
+    Rows of `up` undo those of `down`, and rows of `v` those of `o`, if every query head has its
+    own V.
     """
     undoing = {"attention": "attention_norm", "ffn": "ffn_norm", "hidden": "up"}
     if weights["v"].shape[0] == weights["o"].shape[1]:
@@ -107,6 +109,7 @@ def scale_inputs(
         scales = search_scales(stacked, moments[name], grid=grid, allowed=allowed)
         for reader in READERS[name]:
             weights[reader] = weights[reader] * scales
+        moments[name] = moments[name] / np.outer(scales, scales)
         is_norm = weights[before].ndim == 1
         weights[before] = weights[before] / (scales if is_norm else scales[:, None])
         if f"{before}.bias" in weights:

@@ -225,6 +225,9 @@ def test_scale_inputs_keeps_the_output_of_a_layer(
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
     scale_inputs(scaled, moments, formats=dict.fromkeys(plain, name), grid=GRID)
     is_mha = checkpoint.config.num_heads == checkpoint.config.num_kv_heads
+    after = input_moments(forward, [x], weights=scaled, layer=0)
+    for key in READERS:
+        assert relative_error(moments[key], after[key]) <= ROUNDING
     changed = {n for n in plain if not np.array_equal(plain[n], scaled[n])}
     assert {"q", "gate", "down", "attention_norm", "ffn_norm"} <= changed
     assert ("o" in changed) == is_mha
