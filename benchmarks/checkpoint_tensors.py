@@ -14,13 +14,13 @@ import math
 import statistics
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.checkpoint.tensor_plan import tensor_shapes
+from lmdeploy.checkpoint.tensor_plan import as_location, tensor_shapes
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import TensorLocation
 from lmdeploy.models.family import FFN_MATRICES, ModelFamily
@@ -135,22 +135,24 @@ class Layout:
 
     def tensors(self) -> list[RandomTensor]:
         """Return all tensors of the file."""
-        names = dict(self.family.gguf_tensors if self.is_gguf else self.family.hf_tensors)
+        stored = self.family.gguf_tensors if self.is_gguf else self.family.hf_tensors
+        names = {kind: as_location(name) for kind, name in stored.items()}
         for matrix in self.biases:
-            names[f"{matrix}.bias"] = names[matrix].removesuffix("weight") + "bias"
+            bias = names[matrix].name.removesuffix("weight") + "bias"
+            names[f"{matrix}.bias"] = replace(names[matrix], name=bias)
         outer = {kind: names.pop(kind) for kind in ("embedding", "final_norm", "head")}
         if self.config.tied_head:
             del outer["head"]
-        found = list(self._stored("embedding", TensorLocation(outer.pop("embedding")), layer=0))
+        found = list(self._stored("embedding", outer.pop("embedding"), layer=0))
         for layer in range(self.config.num_layers):
             sparse = self.config.has_experts(layer)
-            for kind, name in names.items():
+            for kind, place in names.items():
                 if not (sparse and kind.removesuffix(".bias") in FFN_MATRICES):
-                    found += self._stored(kind, TensorLocation(name), layer=layer)
+                    found += self._stored(kind, place, layer=layer)
             for kind, place in self._experts().items() if sparse else ():
                 found += self._stored(kind, place, layer=layer)
-        for kind, name in outer.items():
-            found += self._stored(kind, TensorLocation(name), layer=0)
+        for kind, place in outer.items():
+            found += self._stored(kind, place, layer=0)
         return found
 
     def _experts(self) -> Mapping[str, TensorLocation]:

@@ -68,6 +68,7 @@ class RopeConfig:
     attention_factor: float
     truncate: bool
     freq_factors: list[float]
+    long_factors: list[float]
     def __init__(self) -> None: ...
 
 class MoeConfig:
@@ -76,7 +77,18 @@ class MoeConfig:
     intermediate_size: int  # of one expert
     shared_intermediate_size: int  # 0: no shared expert
     normalize: bool  # normalize a token's weights to a sum of 1
+    sigmoid: bool  # scores are sigmoids, not a softmax
+    shared_gate: bool  # a router weighs the shared expert
+    scale: float  # factor of the routed experts' output
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
+    def __init__(self) -> None: ...
+
+class NormConfig:
+    centered: bool  # LayerNorm instead of RMSNorm
+    inputs: bool  # before each branch
+    outputs: bool  # after each branch
+    qk_all_heads: bool
+    qk_after_rope: bool
     def __init__(self) -> None: ...
 
 class ModelConfig:
@@ -90,10 +102,19 @@ class ModelConfig:
     max_position: int
     norm_eps: float
     softmax_scale: float
-    activation: str  # silu, gelu_tanh, clamped_swiglu
+    attention_cap: float  # 0: none
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    logit_cap: float  # 0: none
+    parallel: bool
+    gated: bool
+    norm: NormConfig
+    activation: str  # silu, gelu_tanh, clamped_swiglu, gelu, relu2
     swiglu_limit: float  # for clamped_swiglu
     moe: MoeConfig
-    rope: RopeConfig
+    ropes: list[RopeConfig]
+    layer_ropes: list[int]  # per layer: index in ropes, or -1; empty: 0 for all
     windows: list[int]
     dtype: str  # float32, float16, bfloat16
     def __init__(self) -> None: ...

@@ -67,7 +67,7 @@ ModelConfig GuardModel() {
   model.head_dim = 64;
   model.vocab_size = testing::kVocab;
   model.max_position = 4096;
-  model.rope.dim = 64;
+  model.ropes[0].dim = 64;
   model.windows = {0};
   return model;
 }
@@ -91,7 +91,7 @@ class GuardDevice : public testing::SlowStepDevice {
     WaitingDevice::Embed(params);
   }
 
-  void RmsNorm(const RmsNormParams& p) override { computes_ ? WaitingDevice::RmsNorm(p) : void(); }
+  void Norm(const NormParams& p) override { computes_ ? WaitingDevice::Norm(p) : void(); }
   void Linear(const LinearParams& p) override { computes_ ? WaitingDevice::Linear(p) : void(); }
   void GatedActivation(const GatedActivationParams& p) override {
     computes_ ? WaitingDevice::GatedActivation(p) : void();

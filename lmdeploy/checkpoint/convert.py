@@ -65,22 +65,34 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
 
 
 def matrix_for_engine(
-    tensor: StoredTensor, *, exact: bool, interleaved_heads: int = 0, transposed: bool = False
+    tensor: StoredTensor,
+    *,
+    exact: bool,
+    interleaved_heads: int = 0,
+    interleaved_rows: int = 0,
+    transposed: bool = False,
 ) -> tuple[str, npt.NDArray[Any]]:
     """Return (format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
 
-    `interleaved_heads` > 0 undoes GGUF's row order of q and k. Whole rows move, so this works for
-    quantized tensors too. `transposed` transposes the tensor, which must be F32, F16 or BF16.
+    `interleaved_heads` > 0 undoes the row order of interleaved RoPE in q and k: in the first
+    `interleaved_rows` of each head, or in all for 0. Whole rows move, so this works for quantized
+    tensors too. `transposed` transposes the tensor, which must be F32, F16 or BF16.
     """
     kind = engine_format(tensor, exact)
-    stored = tensor.raw.reshape(tensor.rows, -1)
+    stored = tensor.bytes_by_row()
+
+    def ordered(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.ascontiguousarray(
+            _separate_halves(rows, interleaved_heads, rotated=interleaved_rows)
+        )
+
     if tensor.format in _RAW_FORMATS:
-        return kind, np.ascontiguousarray(_separate_halves(stored, interleaved_heads))
+        return kind, ordered(stored)
     if tensor.format == "BF16":
         halves = stored.view("<u2")
         if transposed:
             return kind, np.ascontiguousarray(halves.T)
-        return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
+        return kind, ordered(halves)
     width = row_bytes(kind.upper(), tensor.cols)
     out = np.empty((tensor.rows, width), np.uint8)
     row_step = 1 if tensor.matrix is None else tensor.matrix.row_step
@@ -94,7 +106,7 @@ def matrix_for_engine(
     values = out.view({"f32": np.float32, "bf16": np.uint16}.get(kind, np.uint8))
     if transposed:
         return kind, np.ascontiguousarray(values.T)
-    return kind, np.ascontiguousarray(_separate_halves(values, interleaved_heads))
+    return kind, ordered(values)
 
 
 def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArray[Any]:
@@ -102,7 +114,7 @@ def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArra
     if tensor.matrix is not None:
         convert = tensor.matrix.f32 if kind == "f32" else tensor.matrix.blocks
         return convert(span.start, span.stop)
-    rows = tensor.raw.reshape(tensor.rows, -1)[span]
+    rows = tensor.bytes_by_row()[span]
     if kind not in ("f32", "bf16") and stored_format in REPACKED:
         return REPACKED[stored_format][1](rows)
     values = values_of_rows(stored_format, rows)
@@ -112,14 +124,21 @@ def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArra
 
 
 def vector_for_engine(
-    tensor: StoredTensor, *, interleaved_heads: int = 0
+    tensor: StoredTensor,
+    *,
+    interleaved_heads: int = 0,
+    interleaved_rows: int = 0,
+    offset: float = 0.0,
 ) -> npt.NDArray[np.float32]:
-    """Return the FP32 values of a vector.
+    """Return the FP32 values of a vector plus `offset`.
 
     A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes.
     """
     values = values_of_rows(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
-    return np.ascontiguousarray(_separate_halves(values, interleaved_heads).reshape(-1))
+    if offset:
+        values = values + np.float32(offset)
+    ordered = _separate_halves(values, interleaved_heads, rotated=interleaved_rows)
+    return np.ascontiguousarray(ordered.reshape(-1))
 
 
 def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -148,9 +167,16 @@ def values_of_rows(stored_format: str, rows: npt.NDArray[np.uint8]) -> npt.NDArr
     return values
 
 
-def _separate_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Reorder the rows (0, d/2, 1, d/2 + 1, ...) of every head to (0, 1, ..., d - 1)."""
+def _separate_halves(rows: npt.NDArray[Any], num_heads: int, *, rotated: int) -> npt.NDArray[Any]:
+    """Reorder the first d rows (0, d/2, 1, d/2 + 1, ...) of every head to (0, 1, ..., d - 1).
+
+    d is `rotated`, or the number of rows of a head if that is 0.
+    """
     if not num_heads:
         return rows
-    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+    width = rows.shape[1]
+    heads = rows.reshape(num_heads, -1, width)
+    rotated = rotated or heads.shape[1]
+    pairs = heads[:, :rotated].reshape(num_heads, rotated // 2, 2, width)
+    halves = pairs.swapaxes(1, 2).reshape(num_heads, rotated, width)
+    return np.concatenate([halves, heads[:, rotated:]], axis=1).reshape(rows.shape)

@@ -9,18 +9,28 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.files.gguf_parts import GgufParts, join_parts, part_paths
 from lmdeploy.checkpoint.tensor_plan import (
+    GGUF_LONGROPE_FACTORS,
     GGUF_ROPE_FACTORS,
     MAX_LAYERS,
     Checkpoint,
+    TensorLayout,
+    as_location,
     check_config,
     plan_tensors,
     stored_dtype,
 )
 from lmdeploy.models import family_of_gguf
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import DecoderConfig
-from lmdeploy.models.experts import MAX_WIDTH, moe_from_gguf
-from lmdeploy.models.family import REQUIRED_MATRICES, ModelFamily
+from lmdeploy.models.decoder_config import DecoderConfig, RopeSettings
+from lmdeploy.models.experts import MAX_WIDTH, TensorLocation, moe_from_gguf
+from lmdeploy.models.family import (
+    GGUF_FUSED_GATE_UP,
+    GGUF_FUSED_QKV,
+    REQUIRED_MATRICES,
+    ModelFamily,
+    TensorNames,
+    gguf_one_rope,
+)
 from lmdeploy.models.rope import rope_from_gguf
 
 
@@ -37,20 +47,29 @@ def open_gguf(path: Path) -> Checkpoint:
     family = family_of_gguf(prefix, str(path), has_experts=num_experts > 0)
     config = _config_from_gguf(reader, file, family=family)
     if GGUF_ROPE_FACTORS in file.names:
-        config = replace(config, rope=replace(config.rope, freq_factors=_factors(file, config)))
-    names = dict(family.gguf_tensors)
+        rope = replace(config.rope, freq_factors=_factors(file, config, name=GGUF_ROPE_FACTORS))
+        config = replace(config, ropes=(rope, *config.ropes[1:]))
+    elif set(GGUF_LONGROPE_FACTORS) <= set(file.names):
+        config = replace(config, ropes=(_longrope(reader, file, config=config), *config.ropes[1:]))
     present = set(file.names)
+    names = _with_fused_matrices(family.gguf_tensors, present)
     for matrix in REQUIRED_MATRICES:
-        bias = family.gguf_tensors[matrix].removesuffix("weight") + "bias"
+        if matrix not in names:
+            continue
+        place = as_location(names[matrix])
+        bias = place.name.removesuffix("weight") + "bias"
         if bias.format(i=0) in present:
-            names[f"{matrix}.bias"] = bias
+            names[f"{matrix}.bias"] = replace(place, name=bias)
     tensors = tuple(
         plan_tensors(
             file,
             config,
-            names=names,
-            experts=family.experts.gguf if family.experts else (),
-            interleaved=family.gguf_interleaved_rope,
+            layout=TensorLayout(
+                names=names,
+                experts=family.experts.gguf if family.experts else (),
+                interleaved_rope=family.gguf_interleaved_rope,
+                unused=family.gguf_unused,
+            ),
             source=str(path),
         )
     )
@@ -68,15 +87,30 @@ def _config_from_gguf(
     head_dim = reader.integer(
         f"{prefix}.attention.key_length", default=max(hidden // heads, 1), high=MAX_WIDTH
     )
-    for key in (f"{prefix}.attention.value_length", f"{prefix}.rope.dimension_count"):
-        if (value := reader.integer(key, default=head_dim)) != head_dim:
-            raise reader.refuse(f"{key} is {value}. It must be the head_dim {head_dim}.")
+    key = f"{prefix}.attention.value_length"
+    if (value := reader.integer(key, default=head_dim)) != head_dim:
+        raise reader.refuse(f"{key} is {value}. It must be the head_dim {head_dim}.")
+    key = f"{prefix}.rope.dimension_count"
+    rotated = reader.integer(key, default=head_dim, high=head_dim)
+    if rotated % 2:
+        raise reader.refuse(f"{key} is {rotated}. It must be even.")
     if not reader.flag(f"{prefix}.attention.causal", default=True):
         raise reader.refuse(f"{prefix}.attention.causal is false. It must be true.")
     max_position = reader.integer(f"{prefix}.context_length")
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
     windows = family.gguf_windows(reader, prefix)
-    rope = rope_from_gguf(reader, prefix, max_position=max_position, has_windows=any(windows))
+    one_rope = family.gguf_ropes is gguf_one_rope
+    rope = rope_from_gguf(
+        reader,
+        prefix,
+        max_position=max_position,
+        has_windows=one_rope and any(windows),
+        is_longrope=set(GGUF_LONGROPE_FACTORS) <= set(file.names),
+    )
+    rope = replace(
+        rope, truncate=family.gguf_yarn_truncate, dim=0 if rotated == head_dim else rotated
+    )
+    ropes, layer_ropes = family.gguf_ropes(reader, prefix=prefix, rope=rope)
     _check_window_pattern(reader, prefix, windows=windows)
     moe = moe_from_gguf(reader, prefix, experts=family.experts) if family.experts else None
     return check_config(
@@ -92,14 +126,22 @@ def _config_from_gguf(
             head_dim=head_dim,
             vocab_size=file.tensor("token_embd.weight").rows,
             max_position=max_position,
-            norm_eps=reader.number(f"{prefix}.attention.layer_norm_rms_epsilon", high=1.0),
+            norm_eps=reader.number(_norm_eps_key(reader, prefix), high=1.0),
             windows=windows,
             tied_head="output.weight" not in file.names,
-            activation=family.activation or "silu",
-            rope=replace(rope, truncate=family.gguf_yarn_truncate),
+            activation=family.activation or family.gguf_activation,
+            ropes=ropes,
+            layer_ropes=layer_ropes,
             moe=moe,
+            structure=family.gguf_structure(reader, prefix),
         ),
     )
+
+
+def _norm_eps_key(reader: ConfigReader, prefix: str) -> str:
+    rms = f"{prefix}.attention.layer_norm_rms_epsilon"
+    plain = f"{prefix}.attention.layer_norm_epsilon"  # of LayerNorm
+    return plain if reader.has(plain) and not reader.has(rms) else rms
 
 
 def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[int, ...]) -> None:
@@ -123,16 +165,46 @@ def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[i
         )
 
 
-def _factors(file: GgufFile | GgufParts, config: DecoderConfig) -> tuple[float, ...]:
-    tensor = file.tensor(GGUF_ROPE_FACTORS)
-    if tensor.format != "F32" or tensor.shape != (config.head_dim // 2,):
+def _with_fused_matrices(names: TensorNames, present: set[str]) -> dict[str, str | TensorLocation]:
+    """Return the names, with one tensor for q, k and v, or for gate and up, if the file has that.
+
+    Files of one architecture have either form.
+    """
+    found = dict(names)
+    if "blk.0.attn_qkv.weight" in present:
+        found |= GGUF_FUSED_QKV
+    if "gate" in names and not any(name.endswith(".ffn_gate.weight") for name in present):
+        found |= GGUF_FUSED_GATE_UP
+    return found
+
+
+def _longrope(
+    reader: ConfigReader, file: GgufFile | GgufParts, *, config: DecoderConfig
+) -> RopeSettings:
+    prefix = reader.text("general.architecture")
+    short, long = (_factors(file, config, name=name) for name in GGUF_LONGROPE_FACTORS)
+    scaling = f"{prefix}.rope.scaling"
+    return replace(
+        config.rope,
+        kind="longrope",
+        factor=1.0,
+        original_max_position=reader.integer(
+            f"{scaling}.original_context_length", default=config.max_position
+        ),
+        attention_factor=reader.number(f"{scaling}.attn_factor", default=1.0, low=1e-3),
+        freq_factors=short,
+        long_factors=long,
+    )
+
+
+def _factors(file: GgufFile | GgufParts, config: DecoderConfig, *, name: str) -> tuple[float, ...]:
+    tensor = file.tensor(name)
+    half = (config.rope.dim or config.head_dim) // 2
+    if tensor.format != "F32" or tensor.shape != (half,):
         raise ModelFormatError(
-            f"{file.path}: {GGUF_ROPE_FACTORS} is {tensor.format} {list(tensor.shape)}. It must be "
-            f"F32 [{config.head_dim // 2}]."
+            f"{file.path}: {name} is {tensor.format} {list(tensor.shape)}. It must be F32 [{half}]."
         )
     factors = tensor.raw.view("<f4")
     if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelFormatError(
-            f"{file.path}: {GGUF_ROPE_FACTORS} must contain only finite values above 0."
-        )
+        raise ModelFormatError(f"{file.path}: {name} must contain only finite values above 0.")
     return tuple(float(factor) for factor in factors)

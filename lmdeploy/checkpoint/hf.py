@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,12 +11,15 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
+from lmdeploy.checkpoint.files.text_part import TextFile, has_vision, text_config
 from lmdeploy.checkpoint.kv_scales import check_kv_scheme, take_kv_scales
 from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.checkpoint.tensor_plan import (
     KV_SCALES_ADVICE,
     MAX_LAYERS,
     Checkpoint,
+    TensorLayout,
+    as_location,
     check_config,
     plan_tensors,
     resolve_tied_head,
@@ -40,6 +44,8 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
 }
 
 
@@ -90,26 +96,41 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     architectures = reader.texts("architectures")
     if not architectures:
         raise reader.refuse("architectures is missing.")
+    if vision := has_vision(architectures[0]):
+        values = text_config(values, architectures[0], source=source)
+        reader = ConfigReader(values, source)
+        architectures = reader.texts("architectures")
     family = family_of_hf(architectures[0], source)
     quantization = _method_config(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
+    reader.require(family.hf_fixed)
     config = config_from_hf(reader, family)
     file: TensorFile = SafetensorsFile(folder)
+    if vision:
+        file = TextFile(file)
     kv_scales = None
     if quantization is not None:
         file = METHODS[quantization.text("quant_method")](file, quantization, source=str(folder))
         file, kv_scales = take_kv_scales(file, config.num_layers, source=str(folder))
-    names = dict(family.hf_tensors)
+    names = {**family.hf_tensors, **family.hf_extra_tensors(reader)}
     config = resolve_tied_head(file, config, names=names, source=source)
     for matrix in family.hf_bias(reader):
-        names[f"{matrix}.bias"] = family.hf_tensors[matrix].removesuffix("weight") + "bias"
+        place = as_location(family.hf_tensors[matrix])
+        names[f"{matrix}.bias"] = replace(place, name=place.name.removesuffix("weight") + "bias")
     tensors = tuple(
         plan_tensors(
             file,
             config,
-            names=names,
-            experts=family.experts.hf if family.experts else (),
-            interleaved=False,
+            layout=TensorLayout(
+                names=names,
+                experts=family.experts.hf if family.experts else (),
+                interleaved_rope=family.hf_interleaved_rope,
+                norm_offset=family.hf_norm_offset,
+                unused=tuple(
+                    pattern.replace("<layers>", str(config.num_layers))
+                    for pattern in family.hf_unused
+                ),
+            ),
             source=str(folder),
         )
     )
@@ -158,16 +179,21 @@ def config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     hidden = reader.integer("hidden_size", high=MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
     head_dim = max(hidden // heads, 1)
-    activation = reader.text("hidden_act", default="silu")
+    key = "hidden_activation" if reader.has("hidden_activation") else "hidden_act"
+    activation = reader.text(key, default="silu")
     if activation not in _ACTIVATIONS:
         raise reader.refuse(
-            f"hidden_act is {activation[:40]!r}. It must be one of {', '.join(_ACTIVATIONS)}."
+            f"{key} is {activation[:40]!r}. It must be one of {', '.join(_ACTIVATIONS)}."
         )
     if not reader.flag("is_causal", default=True):
         raise reader.refuse("is_causal is false. It must be true.")
     max_position = reader.integer("max_position_embeddings", default=2048)
     layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
     moe = family.experts.settings(reader, layers) if family.experts else None
+    if family.ropes is not None:
+        ropes, layer_ropes = family.ropes(reader, num_layers=layers, max_position=max_position)
+    else:
+        ropes, layer_ropes = (rope_from_hf(reader, max_position, default=family.hf_rope),), ()
     return check_config(
         reader,
         DecoderConfig(
@@ -179,12 +205,14 @@ def config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
             head_dim=reader.integer("head_dim", default=head_dim, high=MAX_WIDTH),
             vocab_size=reader.integer("vocab_size", high=MAX_WIDTH),
             max_position=max_position,
-            norm_eps=reader.number("rms_norm_eps", default=1e-6, high=1.0),
+            norm_eps=reader.number(family.hf_norm_eps, default=1e-6, high=1.0),
             windows=family.windows(reader, layers),
             tied_head=reader.flag("tie_word_embeddings", default=False),
             activation=family.activation or _ACTIVATIONS[activation],
-            rope=rope_from_hf(reader, max_position, default=family.hf_rope),
+            ropes=ropes,
+            layer_ropes=layer_ropes,
             moe=moe,
+            structure=family.structure(reader),
             swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
         ),
     )

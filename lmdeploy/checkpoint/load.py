@@ -189,12 +189,17 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
         return _Converted(planned, MAPPED_FORMATS[tensor.format], tensor.raw)
     prefetch_pages(tensor.raw)
     heads = planned.interleaved_heads
+    interleaved = planned.interleaved_rows
     if len(tensor.shape) == 1:
-        return _Converted(planned, _VECTOR, vector_for_engine(tensor, interleaved_heads=heads))
+        vector = vector_for_engine(
+            tensor, interleaved_heads=heads, interleaved_rows=interleaved, offset=planned.offset
+        )
+        return _Converted(planned, _VECTOR, vector)
     kind, values = matrix_for_engine(
         tensor,
         exact=exact or is_router(planned),
         interleaved_heads=heads,
+        interleaved_rows=interleaved,
         transposed=planned.transposed,
     )
     return _Converted(planned, kind, values)

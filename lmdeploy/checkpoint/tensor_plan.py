@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +23,13 @@ from lmdeploy.checkpoint.kv_scales import KvScales
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, TensorLocation
-from lmdeploy.models.family import (
-    FFN_MATRICES,
-    REQUIRED_MATRICES,
-    REQUIRED_VECTORS,
-    ModelFamily,
-)
+from lmdeploy.models.family import FFN_MATRICES, ModelFamily, TensorNames
 
 logger = logging.getLogger("lmdeploy")
 
 MAX_LAYERS = 4096
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
+GGUF_LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # Ignored tensors: tables in older checkpoints that follow from the config.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 # Scales of a quantized KV cache, as written by llm-compressor, ModelOpt and Quark.
@@ -55,12 +52,25 @@ _MAX_STACKED = 16  # one layer has fewer
 
 
 @dataclass(frozen=True)
+class TensorLayout:
+    """Where and how a file stores the tensors of a family."""
+
+    names: TensorNames  # in layers without experts, and outside the layers
+    experts: tuple[ExpertTensors, ...]  # alternatives, for layers with experts
+    interleaved_rope: bool
+    norm_offset: float = 0.0  # added to every norm weight
+    unused: tuple[str, ...] = ()  # patterns of names that are ignored
+
+
+@dataclass(frozen=True)
 class PlannedTensor:
     """One tensor to load: the engine's name, the stored bytes and the layout of its rows."""
 
     name: str
     tensor: StoredTensor  # one or two dimensions
     interleaved_heads: int = 0  # number of heads whose rows are interleaved for RoPE, or 0
+    interleaved_rows: int = 0  # the rows of each head that are interleaved; 0 means all
+    offset: float = 0.0  # added to the values of a vector
     transposed: bool = False  # stored as [inputs, outputs]
     mapped: bool = False  # MXFP4 of an expert, which the engine reads from the mapped file
 
@@ -113,17 +123,18 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
 
 
 def resolve_tied_head(
-    file: TensorFile, config: DecoderConfig, *, names: Mapping[str, str], source: str
+    file: TensorFile, config: DecoderConfig, *, names: TensorNames, source: str
 ) -> DecoderConfig:
     """Return the config, untied if the file has a head that differs from the embedding.
 
     As in transformers, stored tensors have priority over tie_word_embeddings.
     """
-    if not config.tied_head or names["head"] not in file.names:
+    place = as_location(names["head"])
+    if not config.tied_head or place.name not in file.names:
         return config
     lookup = _Lookup(file, config, source=source)
-    embedding = lookup.find("embedding", TensorLocation(names["embedding"]))
-    head = lookup.find("head", TensorLocation(names["head"]))
+    embedding = lookup.find("embedding", as_location(names["embedding"]))
+    head = lookup.find("head", place)
     if _is_same(embedding, head):
         return config
     logger.warning(
@@ -158,43 +169,54 @@ def plan_tensors(
     file: TensorFile,
     config: DecoderConfig,
     *,
-    names: Mapping[str, str],
-    experts: tuple[ExpertTensors, ...] = (),
-    interleaved: bool,
+    layout: TensorLayout,
     source: str,
 ) -> Iterator[PlannedTensor]:
-    """Yield every tensor to load, in order. Reject missing, misshapen and unknown tensors.
-
-    `names` are the names in dense layers, and `experts` the alternatives for layers with experts.
-    """
-    required = {*REQUIRED_MATRICES, *REQUIRED_VECTORS}
-    if missing := required - set(names):
-        raise ModelFormatError(
-            f"{source}: The model family has no tensor names for {sorted(missing)}."
-        )
-    lookup = _Lookup(file, config, source=source)
+    """Yield every tensor to load, in order. Reject missing, misshapen and unknown tensors."""
+    lookup = _Lookup(file, config, unused=layout.unused, source=source)
+    places = {kind: as_location(name) for kind, name in layout.names.items()}
     outer = [
         kind
         for kind in ("embedding", "final_norm", "head")
         if kind != "head" or not config.tied_head
     ]
+    outer += [kind for kind in ("final_norm.bias", "head.bias") if kind in places]
     if config.tied_head:
-        lookup.ignore(names["head"])
+        lookup.ignore(places["head"].name)
+
+    def planned(kind: str, *, layer: int | None = None) -> PlannedTensor:
+        name = kind if layer is None else f"layers.{layer}.{kind}"
+        tensor = lookup.find(kind, places[kind], layer=layer or 0)
+        offset = layout.norm_offset if kind.endswith("norm") else 0.0
+        heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
+        return PlannedTensor(name, tensor, heads, config.rope.dim, offset)
+
     for kind in outer:
-        yield PlannedTensor(kind, lookup.find(kind, TensorLocation(names[kind])))
-    heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
-    places = _choose(experts, file=file, config=config)
+        yield planned(kind)
+    expert_places = _choose(layout.experts, file=file, config=config)
     for layer in range(config.num_layers):
         sparse = config.has_experts(layer)
-        for kind, name in names.items():
+        for kind in places:
             base = kind.removesuffix(".bias")
-            if kind in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
+            if base in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
                 continue
-            tensor = lookup.find(kind, TensorLocation(name), layer=layer)
-            yield PlannedTensor(f"layers.{layer}.{kind}", tensor, heads.get(base, 0))
+            yield planned(kind, layer=layer)
         if sparse:
-            yield from _plan_experts(lookup, places, layer=layer)
+            yield from _plan_experts(lookup, expert_places, layer=layer)
     lookup.refuse_unknown()
+
+
+def as_location(name: str | TensorLocation) -> TensorLocation:
+    """Return the location of a whole tensor if `name` is text, else `name`."""
+    return TensorLocation(name) if isinstance(name, str) else name
+
+
+def _interleaved_heads(kind: str, config: DecoderConfig) -> int:
+    """Return the number of heads in the rows of a tensor that RoPE rotates, or 0."""
+    base = kind.removesuffix(".bias")
+    if base in ("q_norm", "k_norm") and not config.structure.norm.qk_all_heads:
+        return 1
+    return {"q": config.num_heads, "k": config.num_kv_heads}.get(base.removesuffix("_norm"), 0)
 
 
 def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iterator[PlannedTensor]:
@@ -235,13 +257,23 @@ def _choose(
 class _Lookup:
     """Finds tensors by name, checks their shapes, and keeps the names that were not requested."""
 
-    def __init__(self, file: TensorFile, config: DecoderConfig, *, source: str) -> None:
+    def __init__(
+        self,
+        file: TensorFile,
+        config: DecoderConfig,
+        *,
+        unused: tuple[str, ...] = (),
+        source: str,
+    ) -> None:
         self.config = config
         self._file = file
         self._source = source
         self._names = set(file.names)
         self._left = {name for name in file.names if not name.endswith(_IGNORED_SUFFIXES)}
-        self._left.discard(GGUF_ROPE_FACTORS)
+        if unused:
+            pattern = re.compile("|".join(unused))
+            self._left = {name for name in self._left if not pattern.fullmatch(name)}
+        self._left -= {GGUF_ROPE_FACTORS, *GGUF_LONGROPE_FACTORS}
         self._shapes = tensor_shapes(config)
         self._stacked: dict[str, StoredTensor] = {}  # tensors of the current layer
 
@@ -254,13 +286,34 @@ class _Lookup:
         if place.scales:
             return self._split(kind, place, layer=layer, expert=expert)
         shape = shape[::-1] if place.transposed else shape
+        count = shape[0]
         if place.half is not None:
-            shape = (2 * shape[0], *shape[1:])
+            shape = (2 * count, *shape[1:])
+        if place.qkv:
+            queries, keys = self._shapes["q"][0], self._shapes["k"][0]
+            shape = (queries + 2 * keys, *shape[1:])
         if not place.stacked:
             tensor = self._stored(name, shape)
         else:
             tensor = self._stack(name, shape).item(expert)
-        return tensor if place.half is None else tensor.half(place.half)
+        if place.half is not None:
+            tensor = tensor.take(place.half * count, count)
+        return self._take_qkv(tensor, place) if place.qkv else tensor
+
+    def _take_qkv(self, tensor: StoredTensor, place: TensorLocation) -> StoredTensor:
+        config = self.config
+        groups = config.num_kv_heads if place.grouped else 1
+        queries, keys = self._shapes["q"][0] // groups, self._shapes["k"][0] // groups
+        first = {"q": 0, "k": queries, "v": queries + keys}[place.qkv]
+        count = queries if place.qkv == "q" else keys
+        if not place.grouped:
+            return tensor.take(first, count)
+        if tensor.matrix is not None:
+            raise ModelFormatError(
+                f"{self._source}: tensor {tensor.name} is quantized. This architecture supports "
+                "only F32, F16 and BF16 weights, or a GGUF file."
+            )
+        return tensor.take_of_groups(first, count, groups=groups)
 
     def ignore(self, name: str) -> None:
         """Allow the file to have this tensor without loading it."""
@@ -324,6 +377,8 @@ class _Lookup:
         tensor = self._file.tensor(name, max_dims=max(2, len(shape)), formats=formats)
         if len(shape) == 2 and shape[0] == 1 and tensor.shape == shape[1:]:
             return replace(tensor, shape=shape)  # GGUF drops the dimension of a single row
+        if tensor.shape == (1, *shape):
+            return replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise ModelFormatError(
                 f"{self._source}: tensor {name} has shape {list(tensor.shape)}. By the config it "
@@ -343,8 +398,10 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "final_norm": (hidden,),
         "attention_norm": (hidden,),
         "ffn_norm": (hidden,),
-        "q_norm": (config.head_dim,),
-        "k_norm": (config.head_dim,),
+        "attention_output_norm": (hidden,),
+        "ffn_output_norm": (hidden,),
+        "q_norm": (queries if config.structure.norm.qk_all_heads else config.head_dim,),
+        "k_norm": (keys if config.structure.norm.qk_all_heads else config.head_dim,),
         "sinks": (config.num_heads,),
         "q": (queries, hidden),
         "k": (keys, hidden),
@@ -358,6 +415,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
         shapes |= {
             "router": (config.moe.num_experts, hidden),
+            "router.score_bias": (config.moe.num_experts,),
             "experts.gate": (width, hidden),
             "experts.up": (width, hidden),
             "experts.gate_up": (2 * width, hidden),
@@ -367,7 +425,11 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "shared.down": (hidden, shared),
             "shared.router": (1, hidden),
         }
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in shapes.items() if len(shape) == 2}
+    shapes |= {
+        f"{name}.bias": shape[:1]
+        for name, shape in shapes.items()
+        if len(shape) == 2 or name.endswith("norm")
+    }
     return shapes
 
 

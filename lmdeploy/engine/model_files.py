@@ -258,6 +258,12 @@ def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
 def _with_dynamic_rope(checkpoint: Checkpoint, factor: float) -> Checkpoint:
     """Return the checkpoint with dynamic NTK scaling, as LMDeploy's TurboMind does."""
     config = checkpoint.config
+    if len(config.ropes) > 1:
+        raise OptionError(
+            "rope_scaling_factor",
+            f"is {factor:g}, but the layers of the model have {len(config.ropes)} kinds of RoPE. "
+            "Leave it at 0 (--rope-scaling-factor).",
+        )
     if config.rope.kind not in ("default", "dynamic"):
         raise OptionError(
             "rope_scaling_factor",
@@ -267,7 +273,7 @@ def _with_dynamic_rope(checkpoint: Checkpoint, factor: float) -> Checkpoint:
     rope = replace(
         config.rope, kind="dynamic", factor=factor, original_max_position=config.max_position
     )
-    return replace(checkpoint, config=replace(config, rope=rope))
+    return replace(checkpoint, config=replace(config, ropes=(rope,)))
 
 
 def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> ModelInfo:

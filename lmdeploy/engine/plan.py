@@ -70,7 +70,7 @@ def longest_position(model: _turbomind.ModelConfig) -> int:
     Linear and YaRN scaling reach beyond max_position_embeddings if that is the length before
     scaling.
     """
-    rope = model.rope
+    rope = model.ropes[0]
     if rope.kind not in ("linear", "yarn"):
         return model.max_position
     return max(model.max_position, int(rope.factor * rope.original_max_position))
@@ -79,7 +79,8 @@ def longest_position(model: _turbomind.ModelConfig) -> int:
 def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
     if session_len <= (longest := longest_position(model)):
         return
-    why = " Dynamic RoPE uses one base for every length." if model.rope.kind == "dynamic" else ""
+    is_dynamic = model.ropes[0].kind == "dynamic"
+    why = " Dynamic RoPE uses one base for every length." if is_dynamic else ""
     logger.warning(
         "session_len is %d. It should be at most %d, the number of positions that the model was "
         "trained for (--session-len).%s",

@@ -30,7 +30,8 @@ def identity_of_cache(
     The function reads a part of every tensor at its first call. It keeps no file open.
     """
     model = files.info.config
-    is_dynamic = model.rope.kind == "dynamic"
+    # These kinds choose their frequencies by the session's length.
+    depends_on_length = any(rope.kind in ("dynamic", "longrope") for rope in model.ropes)
     known: dict[str, Any] = {
         "layout": _LAYOUT_VERSION,
         "dtype": model.dtype,
@@ -48,7 +49,7 @@ def identity_of_cache(
         "exact": config.exact,
         "overrides": json.dumps(config.hf_overrides, sort_keys=True, default=str),
         "rope_factor": float(config.rope_scaling_factor),
-        "session_len": config.session_len if is_dynamic else None,
+        "session_len": config.session_len if depends_on_length else None,
     }
     calibration = kv.calibration
 

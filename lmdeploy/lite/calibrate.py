@@ -141,12 +141,15 @@ def _collect(
 def k_mean(
     statistics: Statistics, model: _turbomind.ModelConfig, *, which: str, context: int
 ) -> Floats:
-    """Return the mean to subtract, [layers, kv_heads, head_dim]. It is 0 in other channels."""
+    """Return the mean to subtract, [layers, kv_heads, head_dim]. It is 0 in other channels.
+
+    It is 0 everywhere for a model that caps its scores, because the mean would shift them.
+    """
     mean = statistics["k_sum"] / max(statistics["tokens"], 1)
-    if which == "none":
+    if which == "none" or model.attention_cap:
         mean = np.zeros_like(mean)
     elif which == "slow":
-        mean = np.where(slow_channels(model, context), mean, 0.0)
+        mean = np.where(slow_channels(model, context)[:, None], mean, 0.0)
     return np.asarray(mean, np.float32)
 
 

@@ -15,15 +15,16 @@ QUARTER_TURN = math.pi / 2
 
 
 def slow_channels(model: ModelConfig, context: int) -> npt.NDArray[np.bool_]:
-    """Return which channels, [head_dim], RoPE turns by less than a quarter turn over `context`.
+    """Return which channels RoPE turns by less than a quarter turn over `context`.
 
-    The mean of these channels is a property of the model. That of the others would depend on the
-    positions of the tokens.
+    The result is [num_layers, head_dim]. The mean of these channels is a property of the model.
+    That of the others would depend on the positions of the tokens.
     """
-    slow = np.ones(model.head_dim, np.bool_)
-    if model.rope.kind != "none":
-        pairs = inverse_frequencies(model.rope) * context < QUARTER_TURN
-        slow[: model.rope.dim] = np.concatenate([pairs, pairs])
+    slow = np.ones((model.num_layers, model.head_dim), np.bool_)
+    for layer, index in enumerate(model.layer_ropes or [0] * model.num_layers):
+        if index >= 0 and (rope := model.ropes[index]).kind != "none":
+            pairs = inverse_frequencies(rope) * context < QUARTER_TURN
+            slow[layer, : rope.dim] = np.concatenate([pairs, pairs])
     return slow
 
 

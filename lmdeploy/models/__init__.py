@@ -1,7 +1,35 @@
 """The registry of model families. To add a model, import its FAMILY here."""
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.models import gpt_oss, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from lmdeploy.models import (
+    cohere,
+    ernie4_5,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    granite_moe,
+    hunyuan,
+    internlm,
+    llama,
+    minimax_m2,
+    ministral,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    relu2,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from lmdeploy.models.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (
@@ -13,6 +41,32 @@ FAMILIES: tuple[ModelFamily, ...] = (
     mixtral.FAMILY,
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    smollm3.FAMILY,
+    granite.FAMILY,
+    granite_moe.FAMILY,
+    granite_moe.SHARED_FAMILY,
+    phi3.FAMILY,
+    internlm.FAMILY,
+    internlm.INTERNLM3_FAMILY,
+    glm4.FAMILY,
+    glm4.GLM4_FAMILY,
+    glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
+    ministral.FAMILY,
+    olmo.FAMILY,
+    olmo.OLMO3_FAMILY,
+    exaone4.FAMILY,
+    seed_oss.FAMILY,
+    ernie4_5.FAMILY,
+    ernie4_5.MOE_FAMILY,
+    hunyuan.FAMILY,
+    cohere.FAMILY,
+    cohere.COHERE2_FAMILY,
+    starcoder2.FAMILY,
+    relu2.ARCEE_FAMILY,
+    relu2.NEMOTRON_FAMILY,
 )
 
 

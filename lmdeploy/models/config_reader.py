@@ -53,6 +53,12 @@ class ConfigReader:
             self._refuse(key, value, wanted="true or false")
         return bool(value)
 
+    def require(self, fixed: Mapping[str, object]) -> None:
+        """Raise ModelFormatError if a key has another value than the given one."""
+        for key, wanted in fixed.items():
+            if self.has(key) and self._values[key] != wanted:
+                self._refuse(key, self._values[key], wanted=str(wanted).lower())
+
     def text(self, key: str, *, default: str | None = None) -> str:
         """Return a string."""
         value = self._get(key, default)
@@ -81,6 +87,15 @@ class ConfigReader:
         if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
             self._refuse(key, value, wanted="a list of integers of at least 0")
         return list(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0. Raise ModelFormatError if it is missing."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(
+            isinstance(i, int | float) and not isinstance(i, bool) and 0.0 < i < 1e6 for i in value
+        ):
+            self._refuse(key, value, wanted="a list of numbers above 0")
+        return tuple(float(i) for i in value)
 
     def flags(self, key: str) -> list[bool]:
         """Return a list of Booleans, stored as such or as 1 and 0; empty if the key is missing."""

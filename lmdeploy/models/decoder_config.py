@@ -5,25 +5,53 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lmdeploy.models.structure import Structure
+
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import ModelConfig, MoeConfig
+    from lmdeploy._turbomind import ModelConfig, MoeConfig, RopeConfig
 
 
 @dataclass(frozen=True)
 class RopeSettings:
     """Settings of the rotary embedding, with names and defaults of Hugging Face configs."""
 
-    kind: str = "default"  # default, linear, dynamic, llama3, yarn
+    kind: str = "default"  # default, linear, dynamic, llama3, yarn, longrope
     theta: float = 10000.0
+    dim: int = 0  # values of a head that rotate; 0 means all
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float = 0.0  # for yarn; 0 derives it from `factor`
+    attention_factor: float = 0.0  # for yarn and longrope; 0 derives it from `factor` for yarn
     truncate: bool = True
-    freq_factors: tuple[float, ...] = ()  # divisors of the frequencies (GGUF rope_freqs)
+    # Divisors of the frequencies: GGUF's rope_freqs, or the short factors of longrope.
+    freq_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # for longrope and sessions beyond the original length
+
+    def to_engine(self, head_dim: int) -> RopeConfig:
+        """Return the engine's form for heads of `head_dim` values."""
+        from lmdeploy._turbomind import RopeConfig
+
+        config = RopeConfig()
+        for name in (
+            "kind",
+            "theta",
+            "factor",
+            "original_max_position",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "truncate",
+        ):
+            setattr(config, name, getattr(self, name))
+        config.dim = self.dim or head_dim
+        config.freq_factors = list(self.freq_factors)
+        config.long_factors = list(self.long_factors)
+        return config
 
 
 @dataclass(frozen=True)
@@ -35,6 +63,9 @@ class MoeSettings:
     intermediate_size: int  # of one expert
     shared_intermediate_size: int = 0  # 0 if there is no shared expert
     normalize: bool = True  # the top_k weights of a token sum to 1
+    sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
+    shared_gate: bool = True  # a router weighs the shared expert
+    scale: float = 1.0  # factor of the routed experts' output
     layers: tuple[bool, ...] = ()  # per layer; False for a dense feed-forward network
 
     def to_engine(self) -> MoeConfig:
@@ -48,6 +79,9 @@ class MoeSettings:
             "intermediate_size",
             "shared_intermediate_size",
             "normalize",
+            "sigmoid",
+            "shared_gate",
+            "scale",
         ):
             setattr(config, name, getattr(self, name))
         config.layers = [int(sparse) for sparse in self.layers]
@@ -70,9 +104,16 @@ class DecoderConfig:
     windows: tuple[int, ...]  # per layer; 0 for full attention
     tied_head: bool
     activation: str = "silu"
-    rope: RopeSettings = field(default_factory=RopeSettings)
+    ropes: tuple[RopeSettings, ...] = (RopeSettings(),)
+    layer_ropes: tuple[int, ...] = ()  # per layer: index in ropes, or -1; empty means 0 for all
     moe: MoeSettings | None = None  # None if every layer is dense
     swiglu_limit: float = 7.0  # of clamped_swiglu
+    structure: Structure = field(default_factory=Structure)
+
+    @property
+    def rope(self) -> RopeSettings:
+        """Return the first RoPE, which most families use in every layer."""
+        return self.ropes[0]
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer routes tokens to experts."""
@@ -80,24 +121,8 @@ class DecoderConfig:
 
     def to_engine(self, dtype: str) -> ModelConfig:
         """Return the engine's form, with `dtype` as the cache dtype."""
-        from lmdeploy._turbomind import ModelConfig, RopeConfig
+        from lmdeploy._turbomind import ModelConfig
 
-        rope = RopeConfig()
-        for name in (
-            "kind",
-            "theta",
-            "factor",
-            "original_max_position",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "truncate",
-        ):
-            setattr(rope, name, getattr(self.rope, name))
-        rope.dim = self.head_dim
-        rope.freq_factors = list(self.rope.freq_factors)
         config = ModelConfig()
         for name in (
             "num_layers",
@@ -116,7 +141,9 @@ class DecoderConfig:
         config.swiglu_limit = self.swiglu_limit
         if self.moe is not None:
             config.moe = self.moe.to_engine()
-        config.rope = rope
+        config.ropes = [rope.to_engine(self.head_dim) for rope in self.ropes]
+        config.layer_ropes = list(self.layer_ropes)
+        self.structure.apply(config)
         config.dtype = dtype
         config.validate()
         return config

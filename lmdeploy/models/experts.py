@@ -21,6 +21,9 @@ class TensorLocation:
     name: str
     stacked: bool = False  # one tensor for all experts of a layer: [experts, ...]
     half: int | None = None  # 0 or 1: the first or second half of the rows of the stored matrix
+    # q, k or v: the rows of that part in a matrix with the rows of q, then k, then v.
+    qkv: str = ""
+    grouped: bool = False  # q, k and v follow each other for each KV head instead (InternLM2)
     transposed: bool = False  # stored as [inputs, outputs]
     # Name of the E8M0 scales [.., outputs, inputs / 32] of an MXFP4 tensor. The tensor `name` then
     # has only the codes [.., outputs, inputs / 32, 16].
@@ -72,6 +75,10 @@ HF_SHARED: ExpertTensors = {
     "shared.up": TensorLocation("model.layers.{i}.mlp.shared_expert.up_proj.weight"),
     "shared.down": TensorLocation("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
     "shared.router": TensorLocation("model.layers.{i}.mlp.shared_expert_gate.weight"),
+}
+HF_SHARED_EXPERTS: ExpertTensors = {
+    f"shared.{name}": TensorLocation(f"model.layers.{{i}}.mlp.shared_experts.{name}_proj.weight")
+    for name in ("gate", "up", "down")
 }
 GGUF_EXPERTS: ExpertTensors = {
     "router": TensorLocation("blk.{i}.ffn_gate_inp.weight"),

@@ -2,16 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.experts import Experts
+from lmdeploy.models.decoder_config import RopeSettings
+from lmdeploy.models.experts import Experts, TensorLocation
+from lmdeploy.models.structure import Structure
 
-# Maps from the engine's tensor names to those in files; `{i}` is the layer. A file must have every
+# Maps from the engine's tensor names to those in files; `{i}` is the layer. A name is text, or a
+# location if the tensor is a part of a stored one. A file must have every
 # tensor of its family's map, except a tied head and the matrices that experts replace. The maps
 # omit most biases: `hf_bias` names them for Hugging Face, and layer 0 shows them for GGUF.
 REQUIRED_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-REQUIRED_VECTORS = ("attention_norm", "ffn_norm")
+
+TensorNames = Mapping[str, str | TensorLocation]
 
 HF_TENSORS: Mapping[str, str] = {
     "embedding": "model.embed_tokens.weight",
@@ -50,12 +54,76 @@ GGUF_QK_NORM = {
     "q_norm": "blk.{i}.attn_q_norm.weight",
     "k_norm": "blk.{i}.attn_k_norm.weight",
 }
+# Families with fused matrices replace the single ones.
+HF_FUSED_GATE_UP = {
+    name: TensorLocation("model.layers.{i}.mlp.gate_up_proj.weight", half=half)
+    for half, name in enumerate(("gate", "up"))
+}
+HF_FUSED_QKV = {
+    name: TensorLocation("model.layers.{i}.self_attn.qkv_proj.weight", qkv=name)
+    for name in ("q", "k", "v")
+}
+GGUF_FUSED_GATE_UP = {
+    name: TensorLocation("blk.{i}.ffn_up.weight", half=half)
+    for half, name in enumerate(("gate", "up"))
+}
+GGUF_FUSED_QKV = {
+    name: TensorLocation("blk.{i}.attn_qkv.weight", qkv=name) for name in ("q", "k", "v")
+}
+# Families that also normalize the output of each branch. GGUF's names are the same for all.
+GGUF_OUTPUT_NORMS = {
+    "attention_output_norm": "blk.{i}.post_attention_norm.weight",
+    "ffn_output_norm": "blk.{i}.post_ffw_norm.weight",
+}
 ATTENTION_MATRICES = ("q", "k", "v", "o")
 FFN_MATRICES = ("gate", "up", "down")
 
+StructureRule = Callable[[ConfigReader], Structure]
+GgufStructureRule = Callable[[ConfigReader, str], Structure]
+# All RoPE settings of a model, and the index of each layer's: none for index 0 in every layer.
+Ropes = tuple[tuple[RopeSettings, ...], tuple[int, ...]]
 WindowRule = Callable[[ConfigReader, int], tuple[int, ...]]
 GgufWindowRule = Callable[[ConfigReader, str], tuple[int, ...]]
+TensorRule = Callable[[ConfigReader], TensorNames]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
+
+
+class RopeRule(Protocol):
+    """Returns the RoPE of every layer from a config.json."""
+
+    def __call__(self, config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes: ...
+
+
+class GgufRopeRule(Protocol):
+    """Returns the RoPE of every layer, given that of the `rope.*` keys of a GGUF file."""
+
+    def __call__(self, config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes: ...
+
+
+def no_tensors(config: ConfigReader) -> TensorNames:
+    """Return no tensors."""
+    return {}
+
+
+def with_norm_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names with a bias for every norm over hidden values."""
+    biases = {
+        f"{kind}.bias": name.removesuffix("weight") + "bias"
+        for kind, name in names.items()
+        if kind in ("attention_norm", "ffn_norm", "final_norm")
+    }
+    return {**names, **biases}
+
+
+def without_gate(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of a feed-forward without a gate."""
+    return {kind: name for kind, name in names.items() if kind != "gate"}
+
+
+def without_input_norms(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names without the norms before each branch."""
+    inputs = ("attention_norm", "ffn_norm")
+    return {kind: name for kind, name in names.items() if kind not in inputs}
 
 
 def no_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -83,9 +151,42 @@ def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return tuple(window if layer >= first else 0 for layer in range(num_layers))
 
 
-def windows_by_type(config: ConfigReader, num_layers: int, *, window: int) -> tuple[int, ...]:
-    """Return the windows by `layer_types`: full_attention or sliding_attention per layer."""
-    kinds = config.texts("layer_types")
+def llama_structure(config: ConfigReader) -> Structure:
+    """Return the structure of Llama."""
+    return Structure()
+
+
+def gguf_llama_structure(config: ConfigReader, prefix: str) -> Structure:
+    """Return the structure of Llama."""
+    return Structure()
+
+
+def gguf_one_rope(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
+    """Return one RoPE for every layer."""
+    return (rope,), ()
+
+
+def layer_types(config: ConfigReader, num_layers: int, *, period: int) -> list[str]:
+    """Return `layer_types`. Without it, the last layer of each period has full attention.
+
+    A period of 0 means full attention in every layer.
+    """
+    if kinds := config.texts("layer_types"):
+        return kinds
+    return [
+        "sliding_attention" if period and (layer + 1) % period else "full_attention"
+        for layer in range(num_layers)
+    ]
+
+
+def windows_by_type(
+    config: ConfigReader, num_layers: int, *, window: int, kinds: list[str] | None = None
+) -> tuple[int, ...]:
+    """Return the windows by layer type: full_attention or sliding_attention per layer.
+
+    `kinds` are the types, and the default is `layer_types`.
+    """
+    kinds = config.texts("layer_types") if kinds is None else kinds
     if len(kinds) != num_layers:
         raise config.refuse(f"layer_types has {len(kinds)} entries. It must have {num_layers}.")
     known = {"full_attention": 0, "sliding_attention": window}
@@ -102,6 +203,16 @@ def gguf_one_window(config: ConfigReader, prefix: str) -> tuple[int, ...]:
     key = f"{prefix}.attention.sliding_window"
     window = config.integer(key, low=0) if config.has(key) else 0
     return (window,) * config.integer(f"{prefix}.block_count")
+
+
+def gguf_periodic_windows(period: int) -> GgufWindowRule:
+    """Return a rule where the last layer of each period has full attention."""
+
+    def windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
+        found = gguf_one_window(config, prefix)
+        return tuple(window if (layer + 1) % period else 0 for layer, window in enumerate(found))
+
+    return windows
 
 
 def no_bias(config: ConfigReader) -> tuple[str, ...]:
@@ -129,20 +240,36 @@ class ModelFamily:
     """One model family. Tensor maps go from engine names to names in files."""
 
     name: str
+    models: str  # what its users call it
     hf_architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
+    differs: str = ""  # how it differs from Llama
     windows: WindowRule = no_windows
     gguf_windows: GgufWindowRule = gguf_one_window
     hf_bias: BiasRule = no_bias
-    hf_tensors: Mapping[str, str] = field(default_factory=lambda: HF_TENSORS)
-    gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
-    # GGUF stores q and k with the rows of each head interleaved: i, i + dim / 2.
+    hf_tensors: TensorNames = field(default_factory=lambda: HF_TENSORS)
+    hf_extra_tensors: TensorRule = no_tensors  # that depend on config.json
+    gguf_tensors: TensorNames = field(default_factory=lambda: GGUF_TENSORS)
+    # The rows of each head of q and k that rotate are stored as pairs: i, i + dim / 2.
+    hf_interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
+    structure: StructureRule = llama_structure
+    gguf_structure: GgufStructureRule = gguf_llama_structure
+    ropes: RopeRule | None = None  # None uses one RoPE for all layers
+    gguf_ropes: GgufRopeRule = gguf_one_rope
+    hf_norm_offset: float = 0.0  # added to every norm weight
+    hf_norm_eps: str = "rms_norm_eps"
+    # Keys that change the computation, and the only value that is built.
+    hf_fixed: Mapping[str, object] = field(default_factory=dict)
+    # Regular expressions of tensors that are not loaded; the family's file says why.
+    hf_unused: tuple[str, ...] = ()
+    gguf_unused: tuple[str, ...] = ()
     # Defaults of transformers for keys that config.json lacks.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     # The default if config.json has neither rope_parameters nor rope_scaling.
     hf_rope: Mapping[str, Any] | None = None
     activation: str = ""  # the engine's name; empty to use hidden_act
+    gguf_activation: str = "silu"  # if `activation` is empty
     experts: Experts | None = None
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
     gguf_yarn_truncate: bool = True

@@ -73,6 +73,8 @@ def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
 
 FAMILY = ModelFamily(
     name="gpt_oss",
+    models="GPT-OSS 20B and 120B",
+    differs="sinks, alternating windows, MXFP4 experts with biases",
     hf_architectures=("GptOssForCausalLM",),
     gguf_architectures=("gpt-oss",),
     windows=_windows,

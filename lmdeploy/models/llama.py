@@ -4,6 +4,7 @@ from lmdeploy.models.family import ModelFamily, configured_bias
 
 FAMILY = ModelFamily(
     name="llama",
+    models="Llama 1 to 3.x, SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama",
     hf_architectures=("LlamaForCausalLM",),
     gguf_architectures=("llama",),
     hf_bias=configured_bias,

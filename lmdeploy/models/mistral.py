@@ -4,6 +4,8 @@ from lmdeploy.models.family import ModelFamily, one_window
 
 FAMILY = ModelFamily(
     name="mistral",
+    models="Mistral 7B, Mistral Small (text), Devstral",
+    differs="one window",
     hf_architectures=("MistralForCausalLM",),
     gguf_architectures=(),
     windows=one_window,

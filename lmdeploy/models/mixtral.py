@@ -11,6 +11,8 @@ from lmdeploy.models.family import ModelFamily, one_window
 
 FAMILY = ModelFamily(
     name="mixtral",
+    models="Mixtral",
+    differs="experts",
     hf_architectures=("MixtralForCausalLM",),
     gguf_architectures=("llama",),
     windows=one_window,

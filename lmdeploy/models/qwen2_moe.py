@@ -33,6 +33,8 @@ def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
 
 FAMILY = ModelFamily(
     name="qwen2_moe",
+    models="Qwen1.5-MoE, Qwen2-MoE",
+    differs="experts, a shared one with a gate",
     hf_architectures=("Qwen2MoeForCausalLM",),
     gguf_architectures=("qwen2moe",),
     windows=_windows,

@@ -12,6 +12,8 @@ from lmdeploy.models.family import (
 
 FAMILY = ModelFamily(
     name="qwen3",
+    models="Qwen3",
+    differs="norms of q and k",
     hf_architectures=("Qwen3ForCausalLM",),
     gguf_architectures=("qwen3",),
     windows=layered_windows,

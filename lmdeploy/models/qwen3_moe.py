@@ -19,6 +19,8 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
 
 FAMILY = ModelFamily(
     name="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    differs="norms of q and k, experts",
     hf_architectures=("Qwen3MoeForCausalLM",),
     gguf_architectures=("qwen3moe",),
     windows=_windows,

@@ -5,13 +5,14 @@ transformers computes for a call with session_len tokens (ResolveRope in ops/rop
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import RopeSettings
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OTHER_NAMES = {"su": "longrope", "mrope": "default"}  # mrope equals default for text
 _DEFAULT_THETA = 10000.0
 _HF_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and of earlier versions
 
@@ -26,10 +27,9 @@ def rope_from_hf(
     stated = [rope for key in _HF_KEYS if (rope := config.child(key)) is not None]
     if not stated and default is not None:
         stated = [ConfigReader(default, f"{config.source}: the default of rope_parameters")]
-    found = [_settings_from_hf(config, rope, max_position=max_position) for rope in stated]
+    found = [settings_from_hf(config, rope, max_position=max_position) for rope in stated]
     if not found:
-        _require_whole_heads(config, config)
-        return RopeSettings(theta=_theta(config, None))
+        return RopeSettings(theta=_theta(config, None), dim=_rotated(config, config))
     if found[0] != found[-1]:
         raise config.refuse(
             "rope_parameters and rope_scaling disagree. Remove the one that the model was not "
@@ -38,23 +38,24 @@ def rope_from_hf(
     return found[0]
 
 
-def _settings_from_hf(
+def settings_from_hf(
     config: ConfigReader, rope: ConfigReader, *, max_position: int
 ) -> RopeSettings:
     """Return the settings in `rope`, which is one of the two objects in `config`."""
     if rope.has_objects():
         raise rope.refuse(
-            "RoPE settings per layer type are not supported. All layers must share one setting."
+            "The architecture has one RoPE for all layers, but these are settings per layer type."
         )
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    kind = _OTHER_NAMES.get(kind, kind)
     if kind not in ROPE_KINDS:
         raise rope.refuse(f"rope_type is {kind[:40]!r}. It must be one of {', '.join(ROPE_KINDS)}.")
-    _require_whole_heads(config, rope)
+    dim = _rotated(config, rope)
     theta = _theta(config, rope)
     if kind == "default":
-        return RopeSettings(theta=theta)
+        return RopeSettings(theta=theta, dim=dim)
     original = _original_position(config, rope, kind=kind, max_position=max_position)
-    if kind == "yarn" and not rope.has("factor"):
+    if kind in ("yarn", "longrope") and not rope.has("factor"):
         factor = max_position / original
     else:
         factor = rope.number("factor", low=1e-3, high=1e6)
@@ -76,9 +77,21 @@ def _settings_from_hf(
             "attention_factor": _yarn_attention_factor(rope, factor),
             "truncate": rope.flag("truncate", default=True),
         }
+    elif kind == "longrope":
+        settings = _longrope(rope, factor, original=original)
     return RopeSettings(
-        kind=kind, theta=theta, factor=factor, original_max_position=original, **settings
+        kind=kind, theta=theta, dim=dim, factor=factor, original_max_position=original, **settings
     )
+
+
+def _longrope(rope: ConfigReader, factor: float, *, original: int) -> dict[str, Any]:
+    """Return the two lists of divisors and the magnitude of longrope."""
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "freq_factors": rope.numbers("short_factor"),
+        "long_factors": rope.numbers("long_factor"),
+        "attention_factor": rope.number("attention_factor", default=magnitude, low=1e-3),
+    }
 
 
 def _original_position(
@@ -95,23 +108,57 @@ def _original_position(
     return config.integer("original_max_position_embeddings", default=inner)
 
 
-def _require_whole_heads(config: ConfigReader, rope: ConfigReader) -> None:
+def _rotated(config: ConfigReader, rope: ConfigReader) -> int:
+    """Return the number of values of a head that rotate, or 0 for all."""
     outer = config.number("partial_rotary_factor", default=1.0)
-    if (factor := rope.number("partial_rotary_factor", default=outer)) != 1.0:
+    factor = rope.number("partial_rotary_factor", default=outer, low=1e-3, high=1.0)
+    if factor == 1.0:
+        return 0
+    heads = config.integer("num_attention_heads")
+    head_dim = config.integer("head_dim", default=max(config.integer("hidden_size") // heads, 1))
+    if (dim := int(head_dim * factor)) < 2 or dim % 2:
         raise rope.refuse(
-            f"partial_rotary_factor is {factor:g}. It must be 1, because rotating only a part of a "
-            "head is not supported."
+            f"partial_rotary_factor is {factor:g} and rotates {dim} of {head_dim} values. Their "
+            "number must be even and positive."
         )
+    return dim
+
+
+def ropes_by_layer_type(
+    config: ConfigReader, max_position: int, *, kinds: Sequence[str], local_theta: str
+) -> tuple[tuple[RopeSettings, ...], tuple[int, ...]]:
+    """Return the settings of full_attention and sliding_attention, and each layer's index.
+
+    `kinds` are the layer types. Older configs have rope_theta and rope_scaling for full attention,
+    and the key `local_theta` for sliding attention.
+    """
+    stated = config.child("rope_parameters")
+    if stated is not None and stated.has_objects():
+        ropes = []
+        for kind in ("full_attention", "sliding_attention"):
+            if (rope := stated.child(kind)) is None:
+                raise stated.refuse(f"{kind} is missing.")
+            ropes.append(settings_from_hf(config, rope, max_position=max_position))
+    else:
+        local = config.number(local_theta, default=_DEFAULT_THETA, low=1.0)
+        full = rope_from_hf(config, max_position)
+        ropes = [full, RopeSettings(theta=local, dim=full.dim)]
+    return tuple(ropes), tuple(int(kind == "sliding_attention") for kind in kinds)
 
 
 def rope_from_gguf(
-    config: ConfigReader, prefix: str, *, max_position: int, has_windows: bool = False
+    config: ConfigReader,
+    prefix: str,
+    *,
+    max_position: int,
+    has_windows: bool = False,
+    is_longrope: bool = False,
 ) -> RopeSettings:
     """Return the settings in `<architecture>.rope.*`, read as llama.cpp reads them.
 
-    The caller adds the divisors of llama3, which are a tensor. Like llama.cpp, this function
-    ignores yarn_attn_factor and derives the magnitude from the factor. Converters may copy that key
-    from Hugging Face, and savers may write it by default.
+    The caller adds the divisors of llama3 and longrope, which are tensors. Like llama.cpp, this
+    function ignores yarn_attn_factor and derives the magnitude from the factor. Converters may copy
+    that key from Hugging Face, and savers may write it by default.
     """
     theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
     if has_windows:
@@ -126,7 +173,7 @@ def rope_from_gguf(
     ):  # a negative value means unset
         neutral = 1.0 if kind == "yarn" else 0.0
         _require_neutral(config, f"{scaling}.yarn_ext_factor", neutral=neutral)
-    if kind != "yarn":
+    if kind != "yarn" and not is_longrope:
         _require_neutral(config, f"{scaling}.attn_factor", neutral=1.0)
     factor = 1.0 if kind == "none" else _gguf_factor(config, prefix)
     if kind == "none" or (kind == "linear" and factor == 1.0):

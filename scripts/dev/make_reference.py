@@ -1,6 +1,6 @@
-"""Write docs/reference/{flags,fields,limits}.md from the code.
+"""Write docs/reference/{flags,fields,limits}.md and docs/models.md from the code.
 
-Run it after a change to a flag, a field or a limit: python scripts/dev/make_reference.py
+Run it after a change to a flag, a field, a limit or a model: python scripts/dev/make_reference.py
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 
+from lmdeploy.checkpoint.files.text_part import TEXT_ARCHITECTURES
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
+from lmdeploy.models import FAMILIES
+from lmdeploy.models.rope import ROPE_KINDS
 from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.routes.base import BODIES
 from lmdeploy.serve.schema import ApiRequest
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 NOTE = "<!-- Written by scripts/dev/make_reference.py. Do not edit by hand. -->"
 # Module, constant, what it limits. {} is the place of the number.
 LIMITS = (
@@ -119,9 +122,11 @@ def make_flags() -> str:
 def _bodies() -> Iterator[tuple[str, type[ApiRequest]]]:
     """Yield the path of every POST endpoint with the schema of its body."""
     models = {model.__name__: model for model in BODIES}
-    for route in (route for router in ROUTERS for route in router.routes):
-        if isinstance(route, APIRoute) and "requestBody" in (route.openapi_extra or {}):
-            content = route.openapi_extra["requestBody"]["content"]["application/json"]
+    routes = (route for router in ROUTERS for route in router.routes)
+    for route in (route for route in routes if isinstance(route, APIRoute)):
+        extra = route.openapi_extra or {}
+        if "requestBody" in extra:
+            content = extra["requestBody"]["content"]["application/json"]
             yield route.path, models[content["schema"]["$ref"].rsplit("/", 1)[1]]
 
 
@@ -207,14 +212,48 @@ def make_limits() -> str:
     )
 
 
-PAGES = {"flags.md": make_flags, "fields.md": make_fields, "limits.md": make_limits}
+def make_models() -> str:
+    """Return the page of the models."""
+    rows = [
+        [
+            family.models,
+            ", ".join(f"`{name}`" for name in family.hf_architectures),
+            ", ".join(f"`{name}`" for name in family.gguf_architectures),
+            family.differs,
+        ]
+        for family in FAMILIES
+    ]
+    vision = ", ".join(f"`{name}`" for name in TEXT_ARCHITECTURES)
+    return _page(
+        "Models",
+        "A folder from Hugging Face is recognized by the `architectures` of its config.json, and a "
+        "GGUF file by its `general.architecture`. Others are refused with this list. With no GGUF "
+        "name, GGUF calls the model `llama`, or its files are not supported.",
+        _table(["models", "Hugging Face", "GGUF", "differs from Llama by"], rows),
+        "Of models that also read pictures, the text part is loaded, and a line in the log says "
+        f"so: {vision}. Pictures in messages are refused.",
+        "A key of config.json that changes the computation and is not built is refused with its "
+        "value, and so is a tensor that the family does not use. RoPE kinds are "
+        f"{', '.join(ROPE_KINDS)}. A GGUF `llama` with an `expert_count` is a Mixtral.",
+        "Tests compare the logits of a small random model of every family with transformers, in "
+        "FP32 (`tests/python/models`). The largest error is at most 3e-5 of the largest logit, in "
+        "one step and in chunks, and greedy tokens are equal. InternLM is compared with a Llama "
+        "that has its weights, because transformers does not include it.",
+    )
+
+
+PAGES = {
+    "reference/flags.md": make_flags,
+    "reference/fields.md": make_fields,
+    "reference/limits.md": make_limits,
+    "models.md": make_models,
+}
 
 
 def main() -> None:
     """Write every page."""
-    FOLDER.mkdir(exist_ok=True)
     for name, make in PAGES.items():
-        (FOLDER / name).write_text(make(), encoding="utf-8")
+        (DOCS / name).write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":

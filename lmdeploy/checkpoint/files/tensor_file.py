@@ -69,6 +69,40 @@ class QuantizedMatrix(Protocol):
 
 
 @dataclass(frozen=True)
+class _SomeRows:
+    """Rows [first, first + count) of a matrix, as a matrix."""
+
+    whole: QuantizedMatrix
+    first: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.first % self.whole.row_step or self.count % self.whole.row_step:
+            raise ModelFormatError(
+                f"A fused matrix is quantized in steps of {self.whole.row_step} rows, which do not "
+                f"divide its part of {self.count} rows from row {self.first} on."
+            )
+
+    @property
+    def kind(self) -> str:
+        return self.whole.kind
+
+    @property
+    def row_step(self) -> int:
+        return self.whole.row_step
+
+    @property
+    def parts(self) -> tuple[Bytes, ...]:
+        return self.whole.parts
+
+    def blocks(self, begin: int, end: int) -> Bytes:
+        return self.whole.blocks(self.first + begin, self.first + end)
+
+    def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+        return self.whole.f32(self.first + begin, self.first + end)
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file. Its location was checked against the size of the file."""
 
@@ -79,6 +113,8 @@ class StoredTensor:
     raw: Bytes  # the bytes of the tensor, a view into the mapped file
     scales: Bytes | None = None  # for SPLIT_MXFP4: a view of the scales
     matrix: QuantizedMatrix | None = None  # for a quantization method
+    # (groups, first, count): `raw` has more rows than the tensor, see take_of_groups.
+    rows_of_groups: tuple[int, int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -108,11 +144,31 @@ class StoredTensor:
         raw = self.raw[index * size : (index + 1) * size]
         return replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:], raw=raw)
 
-    def half(self, index: int) -> StoredTensor:
-        """Return the first (0) or second (1) half of the rows."""
-        size = self.raw.size // 2
-        raw = self.raw[index * size : (index + 1) * size]
-        return replace(self, shape=(self.shape[0] // 2, *self.shape[1:]), raw=raw)
+    def take(self, first: int, count: int) -> StoredTensor:
+        """Return `count` rows (or values of a vector) from `first` on."""
+        shape = (count, *self.shape[1:])
+        if self.matrix is not None:
+            return replace(self, shape=shape, matrix=_SomeRows(self.matrix, first, count))
+        size = self.raw.size // self.shape[0]
+        return replace(self, shape=shape, raw=self.raw[first * size : (first + count) * size])
+
+    def take_of_groups(self, first: int, count: int, *, groups: int) -> StoredTensor:
+        """Return `count` rows from row `first` of each of `groups` equal runs of rows.
+
+        REQUIRES: no quantization method.
+        """
+        assert self.matrix is None
+        shape = (groups * count, *self.shape[1:])
+        return replace(self, shape=shape, rows_of_groups=(groups, first, count))
+
+    def bytes_by_row(self) -> Bytes:
+        """Return the bytes as [rows, bytes of a row]: a view, or a copy of rows of groups."""
+        if self.rows_of_groups is None:
+            return self.raw.reshape(self.rows, -1)
+        groups, first, count = self.rows_of_groups
+        row_size = row_bytes(self.format, self.cols)
+        runs = self.raw.reshape(groups, -1, row_size)
+        return runs[:, first : first + count].reshape(self.rows, row_size)
 
 
 class TensorFile(Protocol):

@@ -56,7 +56,7 @@ class RoundedMatrix:
     def _values(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         tensor = self.tensor
         if not self.transposed:
-            rows = tensor.raw.reshape(tensor.rows, -1)[begin:end]
+            rows = tensor.bytes_by_row()[begin:end]
             return values_of_rows(tensor.format, rows)
         size = PLAIN_FORMATS[tensor.format]
         columns = tensor.raw.reshape(tensor.rows, tensor.cols, size)[:, begin:end]

@@ -1,7 +1,7 @@
 """Compute a dense decoder layer by layer in NumPy, in FP32, and show the inputs of its matrices.
 
-This is for offline tools: one layer's weights are in memory at a time. Families with experts and
-attention sinks are not supported.
+This is for offline tools: one layer's weights are in memory at a time. Only families whose layers
+are those of Llama are supported (`check_model` in quantize.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Forward:
     @staticmethod
     def of(config: DecoderConfig, context: int) -> Forward:
         """Return the arithmetic for sequences of `context` tokens."""
-        rope = config.to_engine("float32").rope
+        rope = config.rope.to_engine(config.head_dim)
         angles = np.arange(context)[:, None] * inverse_frequencies(rope)
         size = 1.0
         if rope.kind == "yarn":

@@ -17,6 +17,7 @@ from lmdeploy.lite.weights.compare import compare_folders
 from lmdeploy.lite.weights.folder import write_folder
 from lmdeploy.lite.weights.layers import MATRICES, quantize_layers, round_layers
 from lmdeploy.lite.weights.rounding import BITS, Grid
+from lmdeploy.models.structure import Structure
 
 METHODS = ("gptq", "awq")
 _BLOCK = 32  # inputs of a block in the engine
@@ -111,6 +112,11 @@ def check_model(checkpoint: Checkpoint, grid: Grid) -> None:
         raise ModelFormatError(where + "A GGUF file is not supported. Give a Hugging Face folder.")
     if checkpoint.config.moe is not None:
         raise ModelFormatError(where + "The model has experts, which are not supported.")
+    if not _is_like_llama(checkpoint):
+        raise ModelFormatError(
+            f"{where}The family {checkpoint.family.name} computes its layers differently from "
+            "Llama, which is not supported."
+        )
     for planned in checkpoint.tensors:
         tensor = planned.tensor
         if tensor.format not in PLAIN_FORMATS:
@@ -130,6 +136,20 @@ def check_model(checkpoint: Checkpoint, grid: Grid) -> None:
                 f"{where}tensor {tensor.name} has {tensor.rows} outputs. They must be a multiple "
                 f"of {_WORD_OUTPUTS}."
             )
+
+
+def _is_like_llama(checkpoint: Checkpoint) -> bool:
+    """Return whether the layers are Llama's, except for biases, windows and norms of heads."""
+    config = checkpoint.config
+    return (
+        config.structure == Structure()
+        and len(config.ropes) == 1
+        and not config.layer_ropes
+        and config.rope.dim == 0
+        and config.rope.kind != "longrope"
+        and not checkpoint.family.hf_interleaved_rope
+        and all(isinstance(name, str) for name in checkpoint.family.hf_tensors.values())
+    )
 
 
 def split_text(

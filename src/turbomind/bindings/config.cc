@@ -13,10 +13,14 @@ namespace {
 
 constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
                                                  {Activation::kGeluTanh, "gelu_tanh"},
-                                                 {Activation::kClampedSwiglu, "clamped_swiglu"}};
+                                                 {Activation::kClampedSwiglu, "clamped_swiglu"},
+                                                 {Activation::kGelu, "gelu"},
+                                                 {Activation::kRelu2, "relu2"}};
 constexpr EnumName<RopeKind> kRopeKinds[] = {
-    {RopeKind::kNone, "none"},       {RopeKind::kDefault, "default"}, {RopeKind::kLinear, "linear"},
-    {RopeKind::kDynamic, "dynamic"}, {RopeKind::kLlama3, "llama3"},   {RopeKind::kYarn, "yarn"}};
+    {RopeKind::kNone, "none"},        {RopeKind::kDefault, "default"},
+    {RopeKind::kLinear, "linear"},    {RopeKind::kDynamic, "dynamic"},
+    {RopeKind::kLlama3, "llama3"},    {RopeKind::kYarn, "yarn"},
+    {RopeKind::kLongRope, "longrope"}};
 
 }  // namespace
 
@@ -34,7 +38,8 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("beta_slow", &RopeConfig::beta_slow)
       .def_readwrite("attention_factor", &RopeConfig::attention_factor)
       .def_readwrite("truncate", &RopeConfig::truncate)
-      .def_readwrite("freq_factors", &RopeConfig::freq_factors);
+      .def_readwrite("freq_factors", &RopeConfig::freq_factors)
+      .def_readwrite("long_factors", &RopeConfig::long_factors);
 
   py::class_<MoeConfig>(m, "MoeConfig")
       .def(py::init<>())
@@ -43,7 +48,18 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("intermediate_size", &MoeConfig::intermediate_size)
       .def_readwrite("shared_intermediate_size", &MoeConfig::shared_intermediate_size)
       .def_readwrite("normalize", &MoeConfig::normalize)
+      .def_readwrite("sigmoid", &MoeConfig::sigmoid)
+      .def_readwrite("shared_gate", &MoeConfig::shared_gate)
+      .def_readwrite("scale", &MoeConfig::scale)
       .def_readwrite("layers", &MoeConfig::layers);
+
+  py::class_<NormConfig>(m, "NormConfig")
+      .def(py::init<>())
+      .def_readwrite("centered", &NormConfig::centered)
+      .def_readwrite("inputs", &NormConfig::inputs)
+      .def_readwrite("outputs", &NormConfig::outputs)
+      .def_readwrite("qk_all_heads", &NormConfig::qk_all_heads)
+      .def_readwrite("qk_after_rope", &NormConfig::qk_after_rope);
 
   py::class_<ModelConfig> model(m, "ModelConfig");
   model.def(py::init<>())
@@ -59,7 +75,16 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("softmax_scale", &ModelConfig::softmax_scale)
       .def_readwrite("swiglu_limit", &ModelConfig::swiglu_limit)
       .def_readwrite("moe", &ModelConfig::moe)
-      .def_readwrite("rope", &ModelConfig::rope)
+      .def_readwrite("attention_cap", &ModelConfig::attention_cap)
+      .def_readwrite("embedding_scale", &ModelConfig::embedding_scale)
+      .def_readwrite("residual_scale", &ModelConfig::residual_scale)
+      .def_readwrite("logit_scale", &ModelConfig::logit_scale)
+      .def_readwrite("logit_cap", &ModelConfig::logit_cap)
+      .def_readwrite("parallel", &ModelConfig::parallel)
+      .def_readwrite("gated", &ModelConfig::gated)
+      .def_readwrite("norm", &ModelConfig::norm)
+      .def_readwrite("ropes", &ModelConfig::ropes)
+      .def_readwrite("layer_ropes", &ModelConfig::layer_ropes)
       .def_readwrite("windows", &ModelConfig::windows)
       .def("validate", &ModelConfig::Validate);
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);

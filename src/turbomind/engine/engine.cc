@@ -32,7 +32,9 @@ constexpr bool kIsDebugBuild = true;
 // Validates the model and resolves its RoPE for this session_len.
 ModelConfig ResolveModel(ModelConfig model, int session_len) {
   model.Validate();
-  model.rope = ResolveRope(std::move(model.rope), session_len);
+  for (RopeConfig& rope : model.ropes) {
+    rope = ResolveRope(std::move(rope), session_len);
+  }
   return model;
 }
 

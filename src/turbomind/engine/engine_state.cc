@@ -38,6 +38,11 @@ void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& c
 
 KvCacheConfig SupportedCacheConfig(const ModelConfig& model, const EngineConfig& config,
                                    const Device& device) {
+  if (model.attention_cap > 0.f && !config.kv_quality.calibration.k_mean.empty()) {
+    throw InvalidArgument(
+        "The KV calibration subtracts means of K, but the model caps its attention scores. "
+        "Calibrate again; such a calibration has no means.");
+  }
   RequireKernels(model, config, device);
   return CacheConfig(model, config);
 }

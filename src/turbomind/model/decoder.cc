@@ -39,9 +39,12 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .intermediate_size = model.moe.intermediate_size,
                     .shared_intermediate_size = model.moe.shared_intermediate_size,
                     .normalize = model.moe.normalize,
+                    .sigmoid = model.moe.sigmoid,
+                    .scale = model.moe.scale,
                     .activation = model.activation,
                     .swiglu_limit = model.swiglu_limit,
-                    .router = ViewPart(weights.router)};
+                    .router = ViewPart(weights.router),
+                    .score_bias = weights.score_bias.data};
   for (const ExpertWeights& expert : weights.experts) {
     if (expert.interleaved()) {
       layer.gate_up.push_back(ViewPart(expert.gate_up));
@@ -55,7 +58,9 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
     layer.shared_gate = ViewPart(weights.shared_gate_up, 0);
     layer.shared_up = ViewPart(weights.shared_gate_up, 1);
     layer.shared_down = ViewPart(weights.shared_down);
-    layer.shared_router = ViewPart(weights.shared_router);
+    if (model.moe.shared_gate) {
+      layer.shared_router = ViewPart(weights.shared_router);
+    }
   }
   return layer;
 }
@@ -67,12 +72,12 @@ bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_
 }  // namespace
 
 Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, Device& device)
-    : config_(std::move(config)),
-      weights_(std::move(weights)),
-      device_(device),
-      rope_(config_.model.rope),
-      inv_freq_(device, rope_.inv_freq().data(), static_cast<int64_t>(rope_.inv_freq().size())) {
+    : config_(std::move(config)), weights_(std::move(weights)), device_(device) {
   ModelConfig& model = config_.model;
+  for (const RopeConfig& rope : model.ropes) {
+    const std::vector<float>& inv_freq = ropes_.emplace_back(rope).inv_freq();
+    inv_freqs_.emplace_back(device, inv_freq.data(), static_cast<int64_t>(inv_freq.size()));
+  }
   Check(config_.layers.size() == weights_->layers.size(), "there must be one cache view per layer");
   if (model.softmax_scale == 0.f) {
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
@@ -136,22 +141,29 @@ void Decoder::RunLayers(const DecoderInput& input) {
   device_.Embed({.table = weights_->embedding.get(),
                  .ids = input.tokens,
                  .out = scratch_.hidden,
-                 .num_tokens = batch.num_tokens});
-  if (rope_.enabled()) {
-    device_.FillRope({.table = &rope_,
-                      .inv_freq = inv_freq_.data(),
-                      .positions = batch.positions,
-                      .cos = scratch_.cos,
-                      .sin = scratch_.sin,
-                      .num_tokens = batch.num_tokens});
+                 .num_tokens = batch.num_tokens,
+                 .scale = model().embedding_scale});
+  for (size_t i = 0; i < ropes_.size(); ++i) {
+    if (ropes_[i].enabled()) {
+      device_.FillRope({.table = &ropes_[i],
+                        .inv_freq = inv_freqs_[i].data(),
+                        .positions = batch.positions,
+                        .cos = scratch_.ropes[i].cos,
+                        .sin = scratch_.ropes[i].sin,
+                        .num_tokens = batch.num_tokens});
+    }
   }
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
     const LayerCache& cache = config_.layers[static_cast<size_t>(i)];
     const BatchView& view = input.batch[static_cast<size_t>(cache.group)];
     const bool last_layer_rows_only = i + 1 == model().num_layers && !DecodesOnly(batch);
-    Norm(layer.attention_norm, scratch_.hidden, scratch_.normed, batch.num_tokens);
-    Project(layer.qkv, nullptr, scratch_.normed, {scratch_.qkv, batch.num_tokens});
+    const float* x = scratch_.hidden;
+    if (model().norm.inputs) {
+      Norm(layer.attention_norm, x, scratch_.normed, batch.num_tokens);
+      x = scratch_.normed;
+    }
+    Project(layer.qkv, nullptr, x, {scratch_.qkv, batch.num_tokens});
     WriteKv(i, view);
     int num_rows = batch.num_tokens;
     if (last_layer_rows_only) {
@@ -164,12 +176,40 @@ void Decoder::RunLayers(const DecoderInput& input) {
     if (last_layer_rows_only) {
       GatherRows(input.rows, scratch_.hidden, model().hidden_size);
       GatherRows(input.rows, scratch_.attended, int64_t{model().num_heads} * model().head_dim);
+      if (model().parallel) {
+        GatherRows(input.rows, scratch_.normed, model().hidden_size);
+      }
     }
-    Project(layer.output, layer.output.bias.data, scratch_.attended,
-            {scratch_.hidden, num_rows, true});
-    Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
+    Project(layer.output, layer.output.bias.data, scratch_.attended, BranchOutput(0, num_rows));
+    AddBranch(layer.attention_output_norm, num_rows);
+    if (model().norm.inputs && !model().parallel) {
+      Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
+    }
     FeedForward(i, num_rows);
+    AddBranch(layer.ffn_output_norm, num_rows);
   }
+}
+
+Decoder::Output Decoder::BranchOutput(int first, int num_rows) const {
+  const int64_t offset = int64_t{first} * model().hidden_size;
+  if (model().ChangesBranches()) {
+    return {scratch_.branch + offset, num_rows, false};
+  }
+  return {scratch_.hidden + offset, num_rows, true};
+}
+
+// Adds the branch to `hidden`, after its norm if the model has one.
+void Decoder::AddBranch(const NormWeight& norm, int num_rows) {
+  if (!model().ChangesBranches()) {
+    return;
+  }
+  if (model().norm.outputs) {
+    Norm(norm, scratch_.branch, scratch_.branch, num_rows);
+  }
+  device_.Add({.x = scratch_.branch,
+               .out = scratch_.hidden,
+               .count = int64_t{num_rows} * model().hidden_size,
+               .scale = model().residual_scale});
 }
 
 void Decoder::GatherRows(std::span<const int32_t> rows, float* values, int64_t width) {
@@ -215,6 +255,12 @@ void Decoder::ComputeLogits(int first, int num_rows) {
                   .y = scratch_.logits,
                   .y_stride = model().vocab_size,
                   .num_rows = num_rows});
+  if (model().logit_scale != 1.f || model().logit_cap != 0.f) {
+    device_.SoftCap({.x = scratch_.logits,
+                     .count = int64_t{num_rows} * model().vocab_size,
+                     .scale = model().logit_scale,
+                     .cap = model().logit_cap});
+  }
   num_logit_rows_ = num_rows;
 }
 
@@ -300,15 +346,21 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
 void Decoder::WriteKv(int index, const BatchView& batch) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
-  const bool rotates = rope_.enabled();
+  const bool by_head = !model().norm.qk_all_heads;
+  if (!by_head) {
+    NormHeads(layer, batch.num_tokens);
+  }
+  const int rope = model().RopeOf(index);
+  const RopeAngles angles = rope < 0 ? RopeAngles{} : scratch_.ropes[static_cast<size_t>(rope)];
   invokeProcessKV_v2(device_, {.qkv = scratch_.qkv,
                                .bias = layer.qkv.bias.data,
-                               .q_norm = layer.q_norm.data,
-                               .k_norm = layer.k_norm.data,
+                               .q_norm = by_head ? layer.q_norm.data : nullptr,
+                               .k_norm = by_head ? layer.k_norm.data : nullptr,
                                .norm_eps = model().norm_eps,
-                               .rope_cos = rotates ? scratch_.cos : nullptr,
-                               .rope_sin = rotates ? scratch_.sin : nullptr,
-                               .rope_dim = rotates ? rope_.dim() : 0,
+                               .rope_cos = angles.cos,
+                               .rope_sin = angles.sin,
+                               .rope_dim = rope < 0 ? 0 : ropes_[static_cast<size_t>(rope)].dim(),
+                               .norm_after_rope = model().norm.qk_after_rope,
                                .q_heads = model().num_heads,
                                .rotate = config_.rotate_k,
                                .search_scales = config_.search_scales,
@@ -337,6 +389,27 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
   }
 }
 
+// Normalizes Q and K over all heads, if the layer has norms for them.
+void Decoder::NormHeads(const LayerWeights& layer, int num_tokens) {
+  const int q_size = model().num_heads * model().head_dim;
+  const int kv_size = model().num_kv_heads * model().head_dim;
+  if (layer.q_norm.empty()) {
+    return;
+  }
+  NormParams params = {.x = scratch_.qkv,
+                       .weight = layer.q_norm.data,
+                       .out = scratch_.qkv,
+                       .num_rows = num_tokens,
+                       .dim = q_size,
+                       .eps = model().norm_eps,
+                       .stride = q_size + 2 * int64_t{kv_size}};
+  device_.Norm(params);
+  params.x = params.out = scratch_.qkv + q_size;
+  params.weight = layer.k_norm.data;
+  params.dim = kv_size;
+  device_.Norm(params);
+}
+
 // Computes `attended` from Q for decode sequences and, if `include_prefill` is set, for the others.
 void Decoder::Attention(int index, const BatchView& batch, bool include_prefill) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
@@ -348,6 +421,7 @@ void Decoder::Attention(int index, const BatchView& batch, bool include_prefill)
       .out = scratch_.attended,
       .q_heads = model().num_heads,
       .softmax_scale = model().softmax_scale,
+      .score_cap = model().attention_cap,
       .exact = weights_->exact,
       .window = cache.window,
       .sinks = layer.sinks.data,
@@ -364,37 +438,38 @@ void Decoder::Attention(int index, const BatchView& batch, bool include_prefill)
   }
 }
 
-// Adds the feed-forward of `normed` to `hidden`, in chunks of rows.
+// Computes the feed-forward of `normed`, or of `hidden` without input norms, in chunks of rows.
 void Decoder::FeedForward(int index, int num_tokens) {
   const MoeLayer& experts = experts_[static_cast<size_t>(index)];
+  const float* input = model().norm.inputs ? scratch_.normed : scratch_.hidden;
   for (int first = 0; first < num_tokens; first += config_.limits.ffn_rows) {
     const int rows = std::min(config_.limits.ffn_rows, num_tokens - first);
+    const float* x = input + int64_t{first} * model().hidden_size;
+    const Output out = BranchOutput(first, rows);
     if (experts.empty()) {
-      DenseFeedForward(weights_->layers[static_cast<size_t>(index)], first, rows);
+      DenseFeedForward(weights_->layers[static_cast<size_t>(index)], x, out);
       continue;
     }
-    const int64_t offset = int64_t{first} * model().hidden_size;
     invokeMoe(device_, {.layer = &experts,
-                        .x = scratch_.normed + offset,
-                        .out = scratch_.hidden + offset,
+                        .x = x,
+                        .out = out.y,
                         .num_tokens = rows,
+                        .accumulate = out.accumulate,
                         .scratch = scratch_.moe});
   }
 }
 
-// Adds down(activation(gate_up(normed))) to `hidden` for the given rows.
-void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows) {
-  const int64_t offset = first * model().hidden_size;
-  Project(layer.gate_up, layer.gate_up.bias.data, scratch_.normed + offset,
-          {scratch_.gate_up, num_rows});
+// Computes down(activation(gate_up(x))).
+void Decoder::DenseFeedForward(const LayerWeights& layer, const float* x, const Output& out) {
+  Project(layer.gate_up, layer.gate_up.bias.data, x, {scratch_.gate_up, out.num_rows});
   device_.GatedActivation({.gate_up = scratch_.gate_up,
                            .out = scratch_.activated,
-                           .num_rows = num_rows,
+                           .num_rows = out.num_rows,
                            .dim = model().intermediate_size,
                            .activation = model().activation,
-                           .limit = model().swiglu_limit});
-  Project(layer.down, layer.down.bias.data, scratch_.activated,
-          {scratch_.hidden + offset, num_rows, true});
+                           .limit = model().swiglu_limit,
+                           .gated = model().gated});
+  Project(layer.down, layer.down.bias.data, scratch_.activated, out);
 }
 
 // Writes each part of the weight to its own columns of y.
@@ -417,13 +492,15 @@ void Decoder::Project(const LinearWeight& weight, const float* bias, const float
                   .accumulate = out.accumulate});
 }
 
-void Decoder::Norm(const VectorWeight& weight, const float* x, float* out, int num_rows) {
-  device_.RmsNorm({.x = x,
-                   .weight = weight.data,
-                   .out = out,
-                   .num_rows = num_rows,
-                   .dim = model().hidden_size,
-                   .eps = model().norm_eps});
+void Decoder::Norm(const NormWeight& norm, const float* x, float* out, int num_rows) {
+  device_.Norm({.x = x,
+                .weight = norm.weight.data,
+                .out = out,
+                .num_rows = num_rows,
+                .dim = model().hidden_size,
+                .eps = model().norm_eps,
+                .bias = norm.bias.data,
+                .centered = model().norm.centered});
 }
 
 }  // namespace turbomind

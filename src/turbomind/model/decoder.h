@@ -108,9 +108,14 @@ class Decoder {
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
   void WriteKv(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
-  void DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows);
+  void DenseFeedForward(const LayerWeights& layer, const float* x, const Output& out);
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
-  void Norm(const VectorWeight& weight, const float* x, float* out, int num_rows);
+  void NormHeads(const LayerWeights& layer, int num_tokens);
+  void Norm(const NormWeight& norm, const float* x, float* out, int num_rows);
+  // Returns where a branch writes its rows from `first` on: its own buffer if the model changes
+  // branches, else `hidden`, to which the rows are added.
+  Output BranchOutput(int first, int num_rows) const;
+  void AddBranch(const NormWeight& norm, int num_rows);
 
   void FinalNorm(int first, int num_rows);  // into scratch_.selected
   void ReadOldCounts();
@@ -123,8 +128,8 @@ class Decoder {
   DecoderConfig config_;
   std::shared_ptr<const Weights> weights_;
   Device& device_;
-  RopeTable rope_;
-  DeviceArray inv_freq_;                // of rope_
+  std::vector<RopeTable> ropes_;        // as ModelConfig::ropes
+  std::vector<DeviceArray> inv_freqs_;  // of ropes_
   std::vector<StepGroup> step_groups_;  // by layer group
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;

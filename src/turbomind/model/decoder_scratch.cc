@@ -54,15 +54,20 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   const int64_t ffn_rows = std::min(limits.max_tokens, limits.ffn_rows);
   const int64_t q_size = int64_t{model.num_heads} * model.head_dim;
   const int64_t kv_size = int64_t{model.num_kv_heads} * model.head_dim;
-  const int64_t half_rope = model.rope.kind == RopeKind::kNone ? 0 : model.rope.dim / 2;
   Placer placer(memory);
   placer.Add(num_nonfinite, 1);
   placer.Add(num_clipped, model.num_layers);
   placer.Add(chosen, logit_rows);
   placer.Add(hidden, tokens * model.hidden_size);
   placer.Add(normed, tokens * model.hidden_size);
-  placer.Add(cos, tokens * half_rope);
-  placer.Add(sin, tokens * half_rope);
+  placer.Add(branch, model.ChangesBranches() ? tokens * model.hidden_size : 0);
+  ropes.resize(model.ropes.size());
+  for (size_t i = 0; i < ropes.size(); ++i) {
+    const RopeConfig& rope = model.ropes[i];
+    const int64_t half = rope.kind == RopeKind::kNone ? 0 : rope.dim / 2;
+    placer.Add(ropes[i].cos, tokens * half);
+    placer.Add(ropes[i].sin, tokens * half);
+  }
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
   const int64_t layer = placer.next();
@@ -71,7 +76,7 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
   placer.GoBack(layer);
   if (model.HasDenseLayer()) {
-    placer.Add(gate_up, ffn_rows * 2 * model.intermediate_size);
+    placer.Add(gate_up, ffn_rows * (model.gated ? 2 : 1) * model.intermediate_size);
     placer.Add(activated, ffn_rows * model.intermediate_size);
   }
   if (model.moe.num_experts > 0) {

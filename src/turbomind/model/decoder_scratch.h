@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "turbomind/model/model_config.h"
 #include "turbomind/ops/moe.h"
@@ -16,6 +17,12 @@ struct StepLimits {
   bool removes_mean = false;  // a layer subtracts K's mean
 };
 
+// The angles of a step's tokens for one RoPE.
+struct RopeAngles {
+  float* cos = nullptr;  // [max_tokens, rope_dim / 2]
+  float* sin = nullptr;  // same
+};
+
 // The decoder's buffers as an arithmetic layout, so that the memory plan counts exactly what the
 // decoder reserves.
 struct DecoderScratch {
@@ -24,12 +31,12 @@ struct DecoderScratch {
   int64_t* num_clipped = nullptr;    // [num_layers] sums over all steps
   int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device sampled
   // Buffers of a step:
-  float* hidden = nullptr;    // [max_tokens, hidden]
-  float* normed = nullptr;    // [max_tokens, hidden]
-  float* cos = nullptr;       // [max_tokens, rope_dim / 2]
-  float* sin = nullptr;       // [max_tokens, rope_dim / 2]
-  float* selected = nullptr;  // [max_logit_rows, hidden]
-  float* logits = nullptr;    // [max_logit_rows, vocab]
+  float* hidden = nullptr;        // [max_tokens, hidden]
+  float* normed = nullptr;        // [max_tokens, hidden]
+  float* branch = nullptr;        // [max_tokens, hidden]; for models that change branches
+  std::vector<RopeAngles> ropes;  // as ModelConfig::ropes
+  float* selected = nullptr;      // [max_logit_rows, hidden]
+  float* logits = nullptr;        // [max_logit_rows, vocab]
   // Buffers of a layer's attention:
   float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
   float* attended = nullptr;    // [max_tokens, heads * head_dim]

@@ -63,6 +63,64 @@ bool ModelConfig::HasDenseLayer() const {
   return moe.num_experts == 0 || std::ranges::find(moe.layers, uint8_t{0}) != moe.layers.end();
 }
 
+int ModelConfig::RopeOf(int layer) const {
+  const int index = layer_ropes.empty() ? 0 : layer_ropes[static_cast<size_t>(layer)];
+  return index >= 0 && ropes[static_cast<size_t>(index)].kind != RopeKind::kNone ? index : -1;
+}
+
+namespace {
+
+void RequireFactor(const char* field, float got, bool may_be_zero) {
+  Require(std::isfinite(got) && (got > 0.f || (may_be_zero && got == 0.f)),
+          std::string(field) + " is " + std::to_string(got) + ". It must be positive" +
+              (may_be_zero ? ", or 0 for none." : "."));
+}
+
+void ValidateFactors(const ModelConfig& model) {
+  RequireFactor("attention_cap", model.attention_cap, true);
+  RequireFactor("embedding_scale", model.embedding_scale, false);
+  RequireFactor("residual_scale", model.residual_scale, false);
+  RequireFactor("logit_scale", model.logit_scale, false);
+  RequireFactor("logit_cap", model.logit_cap, true);
+  RequireFactor("moe.scale", model.moe.scale, false);
+}
+
+void ValidateStructure(const ModelConfig& model) {
+  const NormConfig& norm = model.norm;
+  Require(norm.inputs || norm.outputs,
+          "norm.inputs and norm.outputs are false. At least one must be true.");
+  Require(!model.parallel || norm.inputs,
+          "parallel is true and norm.inputs is false. A parallel layer needs norm.inputs.");
+  Require(model.gated || model.activation != Activation::kClampedSwiglu,
+          "gated is false. It must be true with the activation clamped_swiglu.");
+  Require(model.gated || model.moe.num_experts == 0,
+          "gated is false. It must be true in a model with experts.");
+}
+
+void ValidateRopes(const ModelConfig& model) {
+  constexpr size_t kMaxRopes = 16;
+  Require(!model.ropes.empty() && model.ropes.size() <= kMaxRopes,
+          "ropes has " + std::to_string(model.ropes.size()) + " entries. It must have 1 to " +
+              std::to_string(kMaxRopes));
+  for (const RopeConfig& rope : model.ropes) {
+    const RopeTable checked(rope);
+    Require(rope.kind == RopeKind::kNone || rope.dim <= model.head_dim,
+            "rope.dim is " + std::to_string(rope.dim) + ". It must be at most head_dim (" +
+                std::to_string(model.head_dim) + ")");
+  }
+  const auto layers = static_cast<size_t>(model.num_layers);
+  Require(model.layer_ropes.empty() || model.layer_ropes.size() == layers,
+          "layer_ropes has " + std::to_string(model.layer_ropes.size()) +
+              " entries. It must have one per layer (" + std::to_string(layers) + ")");
+  for (const int index : model.layer_ropes) {
+    Require(index >= -1 && index < static_cast<int>(model.ropes.size()),
+            "layer_ropes contains " + std::to_string(index) +
+                ". Each entry must be an index in ropes, or -1 for none.");
+  }
+}
+
+}  // namespace
+
 void ModelConfig::Validate() const {
   RequireSize("num_layers", num_layers, kMaxLayers);
   RequireSize("hidden_size", hidden_size, kMaxWidth);
@@ -94,10 +152,9 @@ void ModelConfig::Validate() const {
   Require(activation != Activation::kClampedSwiglu ||
               (std::isfinite(swiglu_limit) && swiglu_limit > 0.f),
           "swiglu_limit is " + std::to_string(swiglu_limit) + ". It must be positive.");
-  const RopeTable checked(rope);
-  Require(rope.kind == RopeKind::kNone || rope.dim <= head_dim,
-          "rope.dim is " + std::to_string(rope.dim) + ". It must be at most head_dim (" +
-              std::to_string(head_dim) + ")");
+  ValidateFactors(*this);
+  ValidateStructure(*this);
+  ValidateRopes(*this);
 }
 
 }  // namespace turbomind

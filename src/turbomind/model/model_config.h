@@ -16,6 +16,9 @@ struct MoeConfig {
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
   bool normalize = true;             // norm_topk_prob
+  bool sigmoid = false;              // scores are sigmoids, not a softmax
+  bool shared_gate = true;           // a router weighs the shared expert
+  float scale = 1.f;                 // routed_scaling_factor
   std::vector<uint8_t> layers;       // per layer; 1: experts, 0: dense feed-forward
 
   bool HasExperts(int layer) const {
@@ -23,8 +26,17 @@ struct MoeConfig {
   }
 };
 
+// Where a layer normalizes.
+struct NormConfig {
+  bool centered = false;       // LayerNorm instead of RMSNorm
+  bool inputs = true;          // attention_norm and ffn_norm, before each branch
+  bool outputs = false;        // attention_output_norm and ffn_output_norm, before it is added
+  bool qk_all_heads = false;   // q_norm and k_norm cover all heads together
+  bool qk_after_rope = false;  // q_norm and k_norm follow RoPE
+};
+
 // A decoder model as data. Optional parts (biases, q_norm and k_norm, sinks, separate head) are
-// used if their weights exist.
+// used if their weights exist. A branch is attention or the feed-forward.
 struct ModelConfig {
   int num_layers = 0;
   int hidden_size = 0;
@@ -36,10 +48,19 @@ struct ModelConfig {
   int max_position = 0;  // max_position_embeddings
   float norm_eps = 1e-6f;
   float softmax_scale = 0.f;  // 0 means 1 / sqrt(head_dim)
+  float attention_cap = 0.f;  // soft cap of attention scores; 0: none
+  float embedding_scale = 1.f;
+  float residual_scale = 1.f;  // factor of each branch
+  float logit_scale = 1.f;
+  float logit_cap = 0.f;  // soft cap of the scaled logits; 0: none
+  bool parallel = false;  // both branches read attention_norm; there is no ffn_norm
+  bool gated = true;      // the dense feed-forward has a gate
+  NormConfig norm;
   Activation activation = Activation::kSilu;
   float swiglu_limit = 7.f;  // for kClampedSwiglu
   MoeConfig moe;
-  RopeConfig rope;
+  std::vector<RopeConfig> ropes = {{}};
+  std::vector<int> layer_ropes;          // per layer: index in ropes, or -1; empty: 0 for all
   std::vector<int> windows;              // per layer; 0: full attention
   DataType dtype = DataType::kBFloat16;  // cache dtype (16-bit values and inline metadata)
 
@@ -47,6 +68,10 @@ struct ModelConfig {
   void Validate() const;
   // Returns whether some layer has a feed-forward of intermediate_size.
   bool HasDenseLayer() const;
+  // Returns the index of a layer's RoPE in ropes, or -1 if the layer has none.
+  int RopeOf(int layer) const;
+  // Returns whether the output of a branch is changed before it is added to the residual.
+  bool ChangesBranches() const { return norm.outputs || residual_scale != 1.f; }
 };
 
 }  // namespace turbomind

@@ -92,7 +92,7 @@ struct WeightsBuilder::Impl {
     weights->layers.resize(static_cast<size_t>(config.num_layers));
     Matrix("embedding", weights->embedding, config.vocab_size, config.hidden_size);
     Matrix("head", weights->head, config.vocab_size, config.hidden_size, false);
-    Vector("final_norm", weights->final_norm, config.hidden_size);
+    Norm("final_norm", weights->final_norm);
     for (int i = 0; i < config.num_layers; ++i) {
       const std::string prefix = "layers." + std::to_string(i) + ".";
       LayerWeights& layer = weights->layers[static_cast<size_t>(i)];
@@ -109,10 +109,19 @@ struct WeightsBuilder::Impl {
     const int64_t hidden = config.hidden_size;
     const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
     const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
-    Vector(prefix + "attention_norm", layer.attention_norm, hidden);
-    Vector(prefix + "ffn_norm", layer.ffn_norm, hidden);
-    Vector(prefix + "q_norm", layer.q_norm, config.head_dim, false);
-    Vector(prefix + "k_norm", layer.k_norm, config.head_dim, false);
+    if (config.norm.inputs) {
+      Norm(prefix + "attention_norm", layer.attention_norm);
+    }
+    if (config.norm.inputs && !config.parallel) {
+      Norm(prefix + "ffn_norm", layer.ffn_norm);
+    }
+    if (config.norm.outputs) {
+      Norm(prefix + "attention_output_norm", layer.attention_output_norm);
+      Norm(prefix + "ffn_output_norm", layer.ffn_output_norm);
+    }
+    const bool all_heads = config.norm.qk_all_heads;
+    Vector(prefix + "q_norm", layer.q_norm, all_heads ? q_rows : config.head_dim, false);
+    Vector(prefix + "k_norm", layer.k_norm, all_heads ? kv_rows : config.head_dim, false);
     Vector(prefix + "sinks", layer.sinks, config.num_heads, false);
     Linear(layer.qkv, hidden,
            {{prefix + "q", q_rows}, {prefix + "k", kv_rows}, {prefix + "v", kv_rows}});
@@ -121,7 +130,11 @@ struct WeightsBuilder::Impl {
 
   void AddFeedForward(const std::string& prefix, LayerWeights& layer) {
     const int64_t inner = config.intermediate_size;
-    Linear(layer.gate_up, config.hidden_size, {{prefix + "gate", inner}, {prefix + "up", inner}});
+    if (config.gated) {
+      Linear(layer.gate_up, config.hidden_size, {{prefix + "gate", inner}, {prefix + "up", inner}});
+    } else {
+      Linear(layer.gate_up, config.hidden_size, {{prefix + "up", inner}});
+    }
     Linear(layer.down, inner, {{prefix + "down", config.hidden_size}});
   }
 
@@ -129,6 +142,7 @@ struct WeightsBuilder::Impl {
     const int64_t hidden = config.hidden_size;
     Linear(moe.router, hidden, {{prefix + "router", config.moe.num_experts}});
     matrices[prefix + "router"].exact = true;
+    Vector(prefix + "router.score_bias", moe.score_bias, config.moe.num_experts, false);
     moe.experts.resize(static_cast<size_t>(config.moe.num_experts));
     for (size_t e = 0; e < moe.experts.size(); ++e) {
       AddExpert(prefix + "experts." + std::to_string(e) + ".", moe.experts[e]);
@@ -137,8 +151,10 @@ struct WeightsBuilder::Impl {
       const std::string name = prefix + "shared.";
       Linear(moe.shared_gate_up, hidden, {{name + "gate", shared}, {name + "up", shared}});
       Linear(moe.shared_down, shared, {{name + "down", hidden}});
-      Linear(moe.shared_router, hidden, {{name + "router", 1}});
-      matrices[name + "router"].exact = true;
+      if (config.moe.shared_gate) {
+        Linear(moe.shared_router, hidden, {{name + "router", 1}});
+        matrices[name + "router"].exact = true;
+      }
     }
   }
 
@@ -172,6 +188,10 @@ struct WeightsBuilder::Impl {
   void Matrix(const std::string& name, std::unique_ptr<PackedMatrix>& target, int64_t rows,
               int64_t cols, bool required = true) {
     matrices[name] = {&target, rows, cols, required};
+  }
+  void Norm(const std::string& name, NormWeight& target) {
+    Vector(name, target.weight, config.hidden_size);
+    Vector(name + ".bias", target.bias, config.hidden_size, false);
   }
   void Vector(const std::string& name, VectorWeight& target, int64_t size, bool required = true) {
     vectors[name] = {&target, size, required};
@@ -319,6 +339,12 @@ struct WeightsBuilder::Impl {
         missing.push_back(layer + ".sinks");
       }
       const bool has_q_norm = HasVector(layer + ".q_norm");
+      if (has_q_norm && config.norm.qk_all_heads &&
+          (HasVector(layer + ".q.bias") || HasVector(layer + ".k.bias"))) {
+        throw InvalidArgument("Layer " + std::to_string(i) +
+                              " has biases of q or k and norms over all heads. These norms "
+                              "support no biases.");
+      }
       if (has_q_norm != HasVector(layer + ".k_norm")) {
         missing.push_back(layer + (has_q_norm ? ".k_norm" : ".q_norm"));
       }

@@ -42,19 +42,27 @@ struct ExpertWeights {
 
 struct MoeWeights {
   LinearWeight router;                 // [num_experts, hidden], FP32
+  VectorWeight score_bias;             // [num_experts], added to scores to select experts; or empty
   std::vector<ExpertWeights> experts;  // [num_experts]; empty for a dense layer
   LinearWeight shared_gate_up, shared_down;
-  LinearWeight shared_router;  // [1, hidden], FP32
+  LinearWeight shared_router;  // [1, hidden], FP32; empty if nothing weighs the shared expert
+};
+
+// The weight of a norm, and its bias or empty.
+struct NormWeight {
+  VectorWeight weight;
+  VectorWeight bias;
 };
 
 struct LayerWeights {
-  VectorWeight attention_norm;  // [hidden]
-  VectorWeight ffn_norm;        // [hidden]
-  VectorWeight q_norm, k_norm;  // [head_dim] or empty
+  NormWeight attention_norm, attention_output_norm;  // [hidden]; empty if the model has none
+  NormWeight ffn_norm, ffn_output_norm;              // same
+  VectorWeight q_norm, k_norm;  // [head_dim], or all heads' [heads * head_dim]; may be empty
   VectorWeight sinks;           // [num_heads] or empty
   LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
   LinearWeight output;          // [hidden, heads * head_dim]
-  LinearWeight gate_up;         // [2 * intermediate, hidden], for a dense layer
+  LinearWeight gate_up;         // [2 * intermediate, hidden], for a dense layer; only up if the
+                                // model's feed-forward has no gate
   LinearWeight down;            // [hidden, intermediate], for a dense layer
   MoeWeights moe;
 
@@ -65,7 +73,7 @@ struct LayerWeights {
 struct Weights {
   std::unique_ptr<PackedMatrix> embedding;  // [vocab, hidden]
   std::vector<LayerWeights> layers;
-  VectorWeight final_norm;             // [hidden]
+  NormWeight final_norm;               // [hidden]
   std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null if tied to the embedding
   bool exact = false;                  // attention is also computed in FP32
   DeviceArray vectors;                 // storage of every VectorWeight
@@ -77,10 +85,11 @@ struct Weights {
 
 // Fills Weights by name, each name once:
 //   embedding, final_norm, head,
-//   layers.{i}.{attention_norm, ffn_norm, q_norm, k_norm, sinks},
+//   layers.{i}.{attention_norm, attention_output_norm, ffn_norm, ffn_output_norm, q_norm, k_norm,
+//   sinks}; the norms over hidden values may have a ".bias", as final_norm may,
 //   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias";
 // and for a layer with experts, instead of gate, up and down:
-//   layers.{i}.router,
+//   layers.{i}.router, layers.{i}.router.score_bias,
 //   layers.{i}.experts.{e}.{gate, up, down} and the same with ".bias"; gate_up, with the rows
 //   gate0, up0, gate1, ..., may replace gate and up,
 //   layers.{i}.shared.{gate, up, down, router} if the model has a shared expert.

@@ -69,7 +69,9 @@ class Device : public DeviceMemory {
 
   virtual void Embed(const EmbedParams& params) = 0;
   virtual void FillRope(const FillRopeParams& params) = 0;
-  virtual void RmsNorm(const RmsNormParams& params) = 0;
+  virtual void Norm(const NormParams& params) = 0;
+  virtual void Add(const AddParams& params) = 0;
+  virtual void SoftCap(const SoftCapParams& params) = 0;
   virtual void Linear(const LinearParams& params) = 0;
   virtual void GatedActivation(const GatedActivationParams& params) = 0;
   virtual void GroupedLinear(const GroupedLinearParams& params) = 0;

@@ -46,7 +46,9 @@ class ForwardingDevice : public Device {
   }
   void Embed(const EmbedParams& params) override { device_->Embed(params); }
   void FillRope(const FillRopeParams& params) override { device_->FillRope(params); }
-  void RmsNorm(const RmsNormParams& params) override { device_->RmsNorm(params); }
+  void Norm(const NormParams& params) override { device_->Norm(params); }
+  void Add(const AddParams& params) override { device_->Add(params); }
+  void SoftCap(const SoftCapParams& params) override { device_->SoftCap(params); }
   void Linear(const LinearParams& params) override { device_->Linear(params); }
   void GatedActivation(const GatedActivationParams& params) override {
     device_->GatedActivation(params);

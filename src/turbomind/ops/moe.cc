@@ -44,7 +44,9 @@ void CheckLayer(const MoeLayer& layer) {
     CheckMatrix(layer.shared_gate, layer.shared_intermediate_size, hidden);
     CheckMatrix(layer.shared_up, layer.shared_intermediate_size, hidden);
     CheckMatrix(layer.shared_down, hidden, layer.shared_intermediate_size);
-    CheckMatrix(layer.shared_router, 1, hidden);
+    if (layer.shared_router.weight != nullptr) {
+      CheckMatrix(layer.shared_router, 1, hidden);
+    }
   }
 }
 
@@ -90,7 +92,9 @@ void Route(Device& device, const MoeParams& p) {
                        .num_tokens = p.num_tokens,
                        .num_experts = layer.num_experts,
                        .top_k = layer.top_k,
-                       .normalize = layer.normalize});
+                       .normalize = layer.normalize,
+                       .sigmoid = layer.sigmoid,
+                       .bias = layer.score_bias});
   device.GroupRows({.ids = p.scratch.ids,
                     .slots = p.scratch.slots,
                     .x_rows = p.scratch.x_rows,
@@ -146,14 +150,19 @@ void RunExperts(Device& device, const MoeParams& p) {
                          .out = p.out,
                          .num_tokens = p.num_tokens,
                          .top_k = layer.top_k,
-                         .dim = layer.hidden_size});
+                         .dim = layer.hidden_size,
+                         .scale = layer.scale,
+                         .accumulate = p.accumulate});
 }
 
 void RunSharedExpert(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   const MoeScratch& scratch = p.scratch;
   const int inner = layer.shared_intermediate_size;
-  Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
+  const bool weighted = layer.shared_router.weight != nullptr;
+  if (weighted) {
+    Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
+  }
   const LinearPart gate_up[] = {layer.shared_gate, layer.shared_up};
   device.Linear({.x = p.x,
                  .x_stride = layer.hidden_size,
@@ -166,8 +175,8 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
   Project(device, layer.shared_down, scratch.activated, scratch.output, layer.hidden_size,
           p.num_tokens);
   device.CombineExperts({.y = scratch.output,
-                         .weights = scratch.weights,
-                         .sigmoid = true,
+                         .weights = weighted ? scratch.weights : nullptr,
+                         .sigmoid = weighted,
                          .out = p.out,
                          .num_tokens = p.num_tokens,
                          .top_k = 1,

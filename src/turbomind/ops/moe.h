@@ -22,17 +22,21 @@ struct MoeLayer {
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
   bool normalize = false;            // normalize a token's weights to a sum of 1
+  bool sigmoid = false;              // scores are sigmoids, not a softmax
+  float scale = 1.f;                 // factor of the routed experts' output
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 
-  MatrixView router = {};  // [num_experts, hidden]
+  MatrixView router = {};             // [num_experts, hidden]
+  const float* score_bias = nullptr;  // [num_experts] or null: RouteExpertsParams::bias
   // Each [num_experts]: either gate and up, or gate_up, whose rows alternate between them.
   std::vector<MatrixView> gate = {}, up = {};
   std::vector<MatrixView> gate_up = {};  // [2 * intermediate, hidden]
   std::vector<MatrixView> down = {};     // [num_experts] of [hidden, intermediate]
 
   MatrixView shared_gate = {}, shared_up = {}, shared_down = {};
-  MatrixView shared_router = {};  // [1, hidden]: its sigmoid is the weight of the shared expert
+  // [1, hidden]: its sigmoid is the weight of the shared expert. Without it, the weight is 1.
+  MatrixView shared_router = {};
 
   bool empty() const { return num_experts == 0; }
   bool interleaved() const { return !gate_up.empty(); }
@@ -56,15 +60,16 @@ struct MoeScratch {
 struct MoeParams {
   const MoeLayer* layer = nullptr;
   const float* x = nullptr;  // [num_tokens, hidden], normed
-  float* out = nullptr;      // [num_tokens, hidden], added to
+  float* out = nullptr;      // [num_tokens, hidden]
   int num_tokens = 0;        // at most scratch.max_tokens
+  bool accumulate = true;    // add to out
   MoeScratch scratch;
 };
 
-// Adds experts(x) to out. Tokens are grouped by expert: each selected expert is read once, the
-// others are not read. A row of out depends only on its own row of x, bit for bit, so a caller may
-// split the tokens. Does not wait for the device. Throws InternalError, because the engine builds
-// these arguments.
+// Adds experts(x) to out, or writes it. Tokens are grouped by expert: each selected expert is read
+// once, the others are not read. A row of out depends only on its own row of x, bit for bit, so a
+// caller may split the tokens. Does not wait for the device. Throws InternalError, because the
+// engine builds these arguments.
 void invokeMoe(Device& device, const MoeParams& params);
 
 }  // namespace turbomind

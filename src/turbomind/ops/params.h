@@ -63,6 +63,7 @@ struct WriteKvParams {
   const float* rope_cos = nullptr;  // [num_tokens, rope_dim / 2]; null: no RoPE
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
   int rope_dim = 0;  // the first rope_dim values rotate, paired by halves (i, i + dim/2)
+  bool norm_after_rope = false;  // q_norm and k_norm follow RoPE instead of preceding it
   int q_heads = 0;
   // Apply a normalized Hadamard rotation to every Q and K head, in runs of RotationSize(head_dim).
   bool rotate = false;
@@ -119,6 +120,9 @@ struct AttentionParams {
   float* out = nullptr;      // [num_tokens, q_heads, head_dim]
   int q_heads = 0;
   float softmax_scale = 1.f;
+  // A score s becomes score_cap * tanh(s / score_cap); 0: no cap. A cap needs a layer without a
+  // mean, because the mean shifts the scores.
+  float score_cap = 0.f;
   bool exact = false;            // use FP32 instead of integer arithmetic on integer codes
   int window = 0;                // 0: full; else a query at p sees (p - window, p]
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
@@ -197,6 +201,7 @@ struct EmbedParams {
   const int32_t* ids = nullptr;         // [num_tokens], each in [0, vocab)
   float* out = nullptr;                 // [num_tokens, hidden]
   int num_tokens = 0;
+  float scale = 1.f;  // factor of every value
 };
 
 // Computes cos and sin for the tokens of a step, as RopeTable::Fill does.
@@ -209,29 +214,54 @@ struct FillRopeParams {
   int num_tokens = 0;
 };
 
-// Computes out = x / rms(x) * weight. `out` may be `x`.
-struct RmsNormParams {
+// Computes out = x / sqrt(mean(x^2) + eps) * weight + bias (RMSNorm). If `centered` is set, the
+// mean of x is subtracted first (LayerNorm). `out` may be `x`.
+struct NormParams {
   const float* x = nullptr;       // [num_rows, dim]
   const float* weight = nullptr;  // [dim]
   float* out = nullptr;           // [num_rows, dim]
   int num_rows = 0;
   int dim = 0;
   float eps = 1e-6f;
+  int64_t stride = 0;           // floats between rows of x and of out; 0 means dim
+  const float* bias = nullptr;  // [dim] or null
+  bool centered = false;
+
+  int64_t Stride() const { return stride != 0 ? stride : dim; }
 };
 
-// kClampedSwiglu (GPT-OSS): g = min(gate, limit), u = clamp(up, -limit, limit);
-// out = g * sigmoid(1.702 g) * (u + 1).
-enum class Activation : uint8_t { kSilu, kGeluTanh, kClampedSwiglu };
+// Computes out += scale * x.
+struct AddParams {
+  const float* x = nullptr;  // [count]
+  float* out = nullptr;      // [count]
+  int64_t count = 0;
+  float scale = 1.f;
+};
 
-// Computes out = act(gate) * up.
+// Computes x = scale * x, and then x = cap * tanh(x / cap) unless cap is 0.
+struct SoftCapParams {
+  float* x = nullptr;  // [count]
+  int64_t count = 0;
+  float scale = 1.f;
+  float cap = 0.f;
+};
+
+// kGelu is 0.5 x (1 + erf(x / sqrt(2))), kGeluTanh its usual approximation, and kRelu2 is
+// max(x, 0)^2. kClampedSwiglu (GPT-OSS): g = min(gate, limit), u = clamp(up, -limit, limit);
+// out = g * sigmoid(1.702 g) * (u + 1).
+enum class Activation : uint8_t { kSilu, kGeluTanh, kClampedSwiglu, kGelu, kRelu2 };
+
+// Computes out = act(gate) * up, or out = act(x) if the feed-forward has no gate.
 struct GatedActivationParams {
-  const float* gate_up = nullptr;  // [num_rows, 2 * dim]: gate, then up
-  float* out = nullptr;            // [num_rows, dim]
+  // [num_rows, 2 * dim]: gate, then up; [num_rows, dim] without a gate
+  const float* gate_up = nullptr;
+  float* out = nullptr;  // [num_rows, dim]
   int num_rows = 0;
   int dim = 0;
   Activation activation = Activation::kSilu;
   bool interleaved = false;  // a row of gate_up is gate0, up0, gate1, up1, ...
   float limit = 7.f;         // kClampedSwiglu
+  bool gated = true;         // REQUIRES for false: not kClampedSwiglu, not interleaved
 };
 
 // Computes the argmax of each row; ties go to the lowest id. Writes -1 if the row contains NaN or
@@ -280,9 +310,10 @@ struct GroupedLinearParams {
   int num_rows = 0;
 };
 
-// Computes the softmax over all experts and selects the top_k highest. Among equals the lower id
-// wins, and NaN comes last. A token's experts are in order of their ids, whatever the logits
-// contain.
+// Computes a score for each expert: the softmax over all experts, or each logit's sigmoid. Selects
+// the top_k experts with the highest score + bias. Their weights are the scores without the bias.
+// Among equals the lower id wins, and NaN comes last. A token's experts are in order of their ids,
+// whatever the logits contain.
 struct RouteExpertsParams {
   const float* logits = nullptr;  // [num_tokens, num_experts]
   int32_t* ids = nullptr;         // [num_tokens, top_k], ascending, each in [0, num_experts)
@@ -291,6 +322,8 @@ struct RouteExpertsParams {
   int num_experts = 0;
   int top_k = 0;           // 1 to num_experts
   bool normalize = false;  // normalize a token's weights to a sum of 1
+  bool sigmoid = false;
+  const float* bias = nullptr;  // [num_experts] or null
 };
 
 // Sorts the (token, rank) pairs by expert; pairs of one expert stay in order of tokens.
@@ -305,17 +338,19 @@ struct GroupRowsParams {
   int top_k = 0;
 };
 
-// Computes out[t] += sum over ascending j of w(t, j) * y[slots[t, j]]. w is the weight or its
-// sigmoid.
+// Computes out[t] = out[t] + scale * sum over ascending j of w(t, j) * y[slots[t, j]], or without
+// out[t] if `accumulate` is not set. w is the weight, its sigmoid, or 1 without weights.
 struct CombineExpertsParams {
   const float* y = nullptr;        // rows of [dim]
   const int32_t* slots = nullptr;  // [num_tokens, top_k]; null means t * top_k + j
-  const float* weights = nullptr;  // [num_tokens, top_k]
+  const float* weights = nullptr;  // [num_tokens, top_k] or null
   bool sigmoid = false;
   float* out = nullptr;  // [num_tokens, dim]
   int num_tokens = 0;
   int top_k = 0;
   int dim = 0;
+  float scale = 1.f;
+  bool accumulate = true;
 };
 
 }  // namespace turbomind

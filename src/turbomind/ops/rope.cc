@@ -67,6 +67,20 @@ void Require(bool ok, const char* field, double got, const char* want) {
   }
 }
 
+void ValidateLongRope(const RopeConfig& c) {
+  for (const auto* factors : {&c.freq_factors, &c.long_factors}) {
+    Require(factors->size() == static_cast<size_t>(c.dim / 2), "factors size",
+            static_cast<double>(factors->size()), "dim / 2 for longrope");
+    for (const float factor : *factors) {
+      Require(std::isfinite(factor) && factor > 0.f, "long_factors", factor, "positive");
+    }
+  }
+  Require(std::isfinite(c.attention_factor) && c.attention_factor > 0.f, "attention_factor",
+          c.attention_factor, "positive for longrope");
+  Require(c.original_max_position > 0, "original_max_position", c.original_max_position,
+          "positive");
+}
+
 void Validate(const RopeConfig& c) {
   if (c.kind == RopeKind::kNone) {
     return;
@@ -84,6 +98,10 @@ void Validate(const RopeConfig& c) {
             "0 for dynamic scaling");
   }
   if (c.kind == RopeKind::kDefault) {
+    return;
+  }
+  if (c.kind == RopeKind::kLongRope) {
+    ValidateLongRope(c);
     return;
   }
   Require(std::isfinite(c.factor) && c.factor > 0.f, "factor", c.factor, "positive");
@@ -110,6 +128,9 @@ void Validate(const RopeConfig& c) {
 }  // namespace
 
 RopeConfig ResolveRope(RopeConfig config, int session_len) {
+  if (config.kind == RopeKind::kLongRope && session_len > config.original_max_position) {
+    config.freq_factors = config.long_factors;
+  }
   if (config.kind != RopeKind::kDynamic) {
     return config;
   }
@@ -138,6 +159,9 @@ RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
       for (float& f : inv_freq_) {
         f /= config.factor;
       }
+      break;
+    case RopeKind::kLongRope:
+      attention_factor_ = config.attention_factor;
       break;
     case RopeKind::kLlama3:
       Llama3(config, inv_freq_);

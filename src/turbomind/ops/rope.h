@@ -12,7 +12,9 @@ namespace turbomind {
 // Returns the config for an engine with sequences of up to session_len tokens. kDynamic becomes
 // kDefault with the base that transformers uses for one call of session_len tokens; if session_len
 // is at most original_max_position, that is theta. With one base for all positions, a score depends
-// only on the distance of its tokens, and sequences can share keys. Other kinds are unchanged.
+// only on the distance of its tokens, and sequences can share keys. For the same reason kLongRope
+// uses its long factors for all positions if session_len is above original_max_position, as vLLM
+// does. Other kinds are unchanged.
 // REQUIRES: a config that RopeTable accepts.
 RopeConfig ResolveRope(RopeConfig config, int session_len);
 

@@ -5,7 +5,7 @@
 
 namespace turbomind {
 
-enum class RopeKind : uint8_t { kNone, kDefault, kLinear, kDynamic, kLlama3, kYarn };
+enum class RopeKind : uint8_t { kNone, kDefault, kLinear, kDynamic, kLlama3, kYarn, kLongRope };
 
 // Rotary position embedding. Names and meaning match Hugging Face configs.
 struct RopeConfig {
@@ -18,10 +18,13 @@ struct RopeConfig {
   float high_freq_factor = 4.f;   // llama3
   float beta_fast = 32.f;         // yarn
   float beta_slow = 1.f;          // yarn
-  float attention_factor = 0.f;   // yarn; 0: derive from factor
+  float attention_factor = 0.f;   // yarn; 0: derive from factor. longrope; positive
   bool truncate = true;           // yarn: round the correction range to integers
-  // Divisors of the dim / 2 frequencies: GGUF's rope_freqs (llama3) as stored. May be empty.
+  // Divisors of the dim / 2 frequencies: GGUF's rope_freqs (llama3) as stored, or the short factors
+  // of longrope. May be empty for other kinds.
   std::vector<float> freq_factors;
+  // longrope: the divisors for sequences that may exceed original_max_position.
+  std::vector<float> long_factors;
 };
 
 }  // namespace turbomind

@@ -90,9 +90,14 @@ OpCost CostOf(const EmbedParams& p) {
               p.num_tokens * (p.table->cols * kFloat + static_cast<int64_t>(sizeof(int32_t)))};
 }
 
-OpCost CostOf(const RmsNormParams& p) {
-  return {.activation_bytes = (2 * int64_t{p.num_rows} + 1) * p.dim * kFloat};
+OpCost CostOf(const NormParams& p) {
+  const int64_t vectors = p.bias != nullptr ? 2 : 1;
+  return {.activation_bytes = (2 * int64_t{p.num_rows} + vectors) * p.dim * kFloat};
 }
+
+OpCost CostOf(const AddParams& p) { return {.activation_bytes = 3 * p.count * kFloat}; }
+
+OpCost CostOf(const SoftCapParams& p) { return {.activation_bytes = 2 * p.count * kFloat}; }
 
 OpCost CostOf(const LinearParams& p) {
   OpCost cost;
@@ -111,7 +116,7 @@ OpCost CostOf(const LinearParams& p) {
 }
 
 OpCost CostOf(const GatedActivationParams& p) {
-  return {.activation_bytes = 3 * int64_t{p.num_rows} * p.dim * kFloat};
+  return {.activation_bytes = (p.gated ? 3 : 2) * int64_t{p.num_rows} * p.dim * kFloat};
 }
 
 OpCost CostOf(const GroupedLinearParams& p, const int32_t* offsets) {

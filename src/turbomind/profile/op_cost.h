@@ -20,7 +20,9 @@ struct OpCost {
 };
 
 OpCost CostOf(const EmbedParams& params);
-OpCost CostOf(const RmsNormParams& params);
+OpCost CostOf(const NormParams& params);
+OpCost CostOf(const AddParams& params);
+OpCost CostOf(const SoftCapParams& params);
 OpCost CostOf(const LinearParams& params);
 OpCost CostOf(const GatedActivationParams& params);
 // `offsets` are the offsets of the parameters in host memory.

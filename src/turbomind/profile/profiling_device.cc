@@ -173,8 +173,16 @@ void ProfilingDevice::Embed(const EmbedParams& params) {
   Add(Key(OpKind::kEmbed, *params.table), CostOf(params), span);
 }
 
-void ProfilingDevice::RmsNorm(const RmsNormParams& params) {
-  Run(Key(OpKind::kNorm), CostOf(params), [&] { inner().RmsNorm(params); });
+void ProfilingDevice::Norm(const NormParams& params) {
+  Run(Key(OpKind::kNorm), CostOf(params), [&] { inner().Norm(params); });
+}
+
+void ProfilingDevice::Add(const AddParams& params) {
+  Run(Key(OpKind::kNorm), CostOf(params), [&] { inner().Add(params); });
+}
+
+void ProfilingDevice::SoftCap(const SoftCapParams& params) {
+  Run(Key(OpKind::kActivation), CostOf(params), [&] { inner().SoftCap(params); });
 }
 
 void ProfilingDevice::Linear(const LinearParams& params) {

@@ -88,7 +88,9 @@ class ProfilingDevice final : public ForwardingDevice {
   // Runs every op instead of replaying a recorded step, so that every op is timed.
   void RunStep(const StepParams& step, FunctionRef<void()> ops) override;
   void Embed(const EmbedParams& params) override;
-  void RmsNorm(const RmsNormParams& params) override;
+  void Norm(const NormParams& params) override;
+  void Add(const AddParams& params) override;
+  void SoftCap(const SoftCapParams& params) override;
   void Linear(const LinearParams& params) override;
   void GatedActivation(const GatedActivationParams& params) override;
   void GroupedLinear(const GroupedLinearParams& params) override;

@@ -40,6 +40,7 @@ struct Case {
   PrecisionWindowTokens window16;
   bool mean = false;  // K has a mean subtracted: sinks are lowered
   bool exact = true;
+  float score_cap = 0.f;
 };
 
 // The layer's quantized pool and a 16-bit pool with the same rows.
@@ -142,6 +143,7 @@ inline void RunStep(const Run& run, int begin, int count, float* out) {
   p.out = out;
   p.q_heads = q_heads;
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.shape.head_dim));
+  p.score_cap = c.score_cap;
   p.exact = c.exact;
   p.window = c.window;
   p.sinks = c.sinks ? run.in.sinks.data() : nullptr;
@@ -206,7 +208,8 @@ inline std::vector<double> Reference(const Case& c, Caches& caches, const Inputs
     for (int d = 0; d < dim; ++d) {
       score += static_cast<double>(q[d]) * k[d];
     }
-    scores.push_back(score * scale);
+    const double cap = c.score_cap;
+    scores.push_back(cap > 0 ? cap * std::tanh(score * scale / cap) : score * scale);
     largest = std::max(largest, scores.back());
   }
   double total = c.sinks ? std::exp(sink - largest) : 0;

@@ -108,6 +108,28 @@ TEST_CASE("attention is correct for small heads") {
   }
 }
 
+TEST_CASE("soft caps of scores have the same bits for prefill, decode and instruction sets") {
+  testing::SanitizedSample sample(5);
+  for (const FormatPair& pair : ListedPairs()) {
+    if (!sample.Next()) {
+      continue;
+    }
+    Case c;
+    c.shape.k = pair.k;
+    c.shape.v = pair.v;
+    c.group = 5;
+    c.window = pair.k == pair.v ? 100 : 0;
+    c.sinks = pair.k != pair.v;
+    c.score_cap = 0.75f;  // most scores are above it
+    const std::vector<float> want = CheckCase(c, BestIsa(), Affine(pair));
+    for (const std::string& isa : AvailableCpuIsas()) {
+      CHECK(SameBits(want, CheckCase(c, isa, Affine(pair))));
+    }
+    c.score_cap = 0.f;
+    CHECK_FALSE(SameBits(want, CheckCase(c, BestIsa(), Affine(pair))));
+  }
+}
+
 TEST_CASE("slots and blocks that a query does not see have no effect") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());

@@ -36,8 +36,11 @@ class ProcessCase {
   static constexpr int kHeads = 2;
   static constexpr int kAllHeads = kQHeads + 2 * kHeads;
 
-  ProcessCase(const CacheShape& shape, int rope_dim, std::mt19937& random)
-      : dim_(shape.head_dim), rope_dim_(rope_dim), cache_(shape) {
+  ProcessCase(const CacheShape& shape, int rope_dim, bool norm_after_rope, std::mt19937& random)
+      : dim_(shape.head_dim),
+        rope_dim_(rope_dim),
+        norm_after_rope_(norm_after_rope),
+        cache_(shape) {
     const auto fill = [&](size_t n) {
       std::normal_distribution<float> normal;
       std::vector<float> x(n);
@@ -66,6 +69,7 @@ class ProcessCase {
     p.rope_cos = cos_.data();
     p.rope_sin = sin_.data();
     p.rope_dim = rope_dim_;
+    p.norm_after_rope = norm_after_rope_;
     p.q_heads = kQHeads;
     p.kv = cache_.view();
     p.batch = step_.View();
@@ -96,8 +100,14 @@ class ProcessCase {
     std::vector<double> want(input_.begin() + at, input_.begin() + at + dim_);
     Add(want, bias_.data() + head * dim_);
     if (!value) {
-      Normalize(want, head < kQHeads ? q_norm_ : k_norm_);
+      const std::vector<float>& norm = head < kQHeads ? q_norm_ : k_norm_;
+      if (!norm_after_rope_) {
+        Normalize(want, norm);
+      }
       Rotate(want, token);
+      if (norm_after_rope_) {
+        Normalize(want, norm);
+      }
     }
     double error = 0;
     for (int d = 0; d < dim_; ++d) {
@@ -159,6 +169,7 @@ class ProcessCase {
 
   int dim_;
   int rope_dim_;
+  bool norm_after_rope_;
   Step step_;
   TestCache cache_;
   std::vector<float> input_;
@@ -171,9 +182,10 @@ class ProcessCase {
   std::vector<float> flat_[2];
 };
 
-void CheckProcess(Device& device, const CacheShape& shape, int rope_dim, std::mt19937& random) {
+void CheckProcess(Device& device, const CacheShape& shape, int rope_dim, std::mt19937& random,
+                  bool norm_after_rope = false) {
   constexpr double kMaxError = 1e-5;  // a dozen FP32 operations on values below 8
-  ProcessCase c(shape, rope_dim, random);
+  ProcessCase c(shape, rope_dim, norm_after_rope, random);
   CHECK(c.Process(device) == 0);
   c.Flatten(device);
   double error = 0;
@@ -207,6 +219,7 @@ TEST_CASE("WriteKv transforms rows in place and stores them as the codec encodes
           shape.block_seq_len = 16;
           shape.context = 64;
           CheckProcess(*device, shape, rope_dim, random);
+          CheckProcess(*device, shape, rope_dim, random, true);
         }
       }
     }

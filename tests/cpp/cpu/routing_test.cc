@@ -69,3 +69,58 @@ TEST_CASE("NaN and infinite logits still select valid experts") {
   CHECK(Route(*device, cases[1], 4, 2, true).ids == std::vector<int32_t>{1, 3});
   CHECK(Route(*device, cases[6], 4, 1, true).weights == std::vector<float>{1.f});
 }
+
+TEST_CASE("a bias selects experts by sigmoid or softmax scores and leaves the weights unchanged") {
+  const auto device = MakeCpuDevice(1);
+  const std::vector<float> logits = {0.f, 2.f, -1.f, 1.f};
+  const std::vector<float> bias = {0.f, -5.f, 0.5f, 0.f};  // never expert 1
+  for (const bool sigmoid : {true, false}) {
+    for (const bool normalize : {true, false}) {
+      std::vector<int32_t> ids(2, -1);
+      std::vector<float> weights(2, -1.f);
+      device->RouteExperts({.logits = logits.data(),
+                            .ids = ids.data(),
+                            .weights = weights.data(),
+                            .num_tokens = 1,
+                            .num_experts = 4,
+                            .top_k = 2,
+                            .normalize = normalize,
+                            .sigmoid = sigmoid,
+                            .bias = bias.data()});
+      CHECK(ids == std::vector<int32_t>{2, 3});
+      const double all = std::exp(0) + std::exp(2) + std::exp(-1) + std::exp(1);
+      const double second = sigmoid ? 1 / (1 + std::exp(1)) : std::exp(-1) / all;
+      const double third = sigmoid ? 1 / (1 + std::exp(-1)) : std::exp(1) / all;
+      const double sum = normalize ? second + third : 1;
+      CHECK(weights[0] == doctest::Approx(second / sum));
+      CHECK(weights[1] == doctest::Approx(third / sum));
+    }
+  }
+}
+
+TEST_CASE("NaN and infinite logits still select valid experts by scores") {
+  const auto device = MakeCpuDevice(1);
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const std::vector<float> bias = {0.f, 0.1f, NAN, kInf};
+  for (const float a : {NAN, kInf, -kInf, 1.f}) {
+    const std::vector<float> logits = {a, NAN, -kInf, 1.f};
+    for (const bool sigmoid : {true, false}) {
+      std::vector<int32_t> ids(3, -1);
+      std::vector<float> weights(3);
+      device->RouteExperts({.logits = logits.data(),
+                            .ids = ids.data(),
+                            .weights = weights.data(),
+                            .num_tokens = 1,
+                            .num_experts = 4,
+                            .top_k = 3,
+                            .normalize = true,
+                            .sigmoid = sigmoid,
+                            .bias = bias.data()});
+      for (size_t j = 0; j < ids.size(); ++j) {
+        CHECK(ids[j] >= 0);
+        CHECK(ids[j] < 4);
+        CHECK((j == 0 || ids[j] > ids[j - 1]));
+      }
+    }
+  }
+}

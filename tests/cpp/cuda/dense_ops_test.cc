@@ -118,7 +118,7 @@ std::vector<float> Norm(Fixture& f, const std::vector<float>& x, const std::vect
   const auto gpu_weight = f.Put(weight, offset);
   const auto out = f.Put(std::vector<float>(x.size(), kNaN), offset);
   float* to = in_place ? gpu_x.data() : out.data();
-  CudaRmsNorm(f.ctx, {gpu_x.data(), gpu_weight.data(), to, static_cast<int>(x.size()) / dim, dim});
+  CudaNorm(f.ctx, {gpu_x.data(), gpu_weight.data(), to, static_cast<int>(x.size()) / dim, dim});
   return in_place ? gpu_x.Read() : out.Read();
 }
 
@@ -130,7 +130,7 @@ TEST_CASE_FIXTURE(Fixture, "RMS norm matches the CPU for odd, split and unaligne
     const std::vector<float> x = Random(static_cast<uint32_t>(dim), kRows * int64_t{dim});
     const std::vector<float> weight = Random(1, dim);
     std::vector<float> want(x.size());
-    cpu->RmsNorm({x.data(), weight.data(), want.data(), kRows, dim});
+    cpu->Norm({x.data(), weight.data(), want.data(), kRows, dim});
     const std::vector<float> got = Norm(*this, x, weight);
     CheckNear(got, want, kRelative);
     CHECK(Norm(*this, x, weight, true) == got);
@@ -145,9 +145,83 @@ TEST_CASE_FIXTURE(Fixture, "RMS norm handles rows longer than a block's register
   const std::vector<float> x = Random(5, dim);
   const std::vector<float> weight = Random(6, dim);
   std::vector<float> want(x.size());
-  cpu->RmsNorm({x.data(), weight.data(), want.data(), 1, dim});
+  cpu->Norm({x.data(), weight.data(), want.data(), 1, dim});
   CheckNear(Norm(*this, x, weight), want, kRelative);
   CheckNear(Norm(*this, x, weight, true, 1), want, kRelative);
+}
+
+TEST_CASE_FIXTURE(Fixture, "LayerNorm with a bias at a stride matches the CPU") {
+  for (const int dim : {1, 127, 516, 4 * 4 * 1024 + 4}) {
+    constexpr int kRows = 2;
+    const int64_t stride = dim + 4;
+    const std::vector<float> x = Random(static_cast<uint32_t>(dim), kRows * stride);
+    const std::vector<float> weight = Random(1, dim);
+    const std::vector<float> bias = Random(2, dim);
+    std::vector<float> want = x;
+    NormParams params = {.x = x.data(),
+                         .weight = weight.data(),
+                         .out = want.data(),
+                         .num_rows = kRows,
+                         .dim = dim,
+                         .stride = stride,
+                         .bias = bias.data(),
+                         .centered = true};
+    cpu->Norm(params);
+    const auto gpu_x = Put(x);
+    const auto gpu_weight = Put(weight);
+    const auto gpu_bias = Put(bias);
+    params.x = gpu_x.data();
+    params.out = gpu_x.data();
+    params.weight = gpu_weight.data();
+    params.bias = gpu_bias.data();
+    CudaNorm(ctx, params);
+    CAPTURE(dim);
+    CheckNear(gpu_x.Read(), want, kRelative, kRelative);
+  }
+}
+
+TEST_CASE_FIXTURE(Fixture, "soft caps and scaled additions match the CPU") {
+  constexpr int64_t kCount = 1030;
+  const std::vector<float> x = Random(1, kCount, 40.f);
+  for (const float cap : {0.f, 30.f}) {
+    std::vector<float> want = x;
+    cpu->SoftCap({want.data(), kCount, 0.5f, cap});
+    const auto got = Put(x);
+    CudaSoftCap(ctx, {got.data(), kCount, 0.5f, cap});
+    CheckNear(got.Read(), want, kRelative, 1e-5f);
+  }
+  std::vector<float> want(x.size(), 1.f);
+  const auto gpu_x = Put(x);
+  const auto got = Put(want);
+  cpu->Add({x.data(), want.data(), kCount, 0.25f});
+  CudaAdd(ctx, {gpu_x.data(), got.data(), kCount, 0.25f});
+  CHECK(got.Read() == want);
+}
+
+TEST_CASE_FIXTURE(Fixture, "feed-forwards without a gate match the CPU") {
+  using enum Activation;
+  constexpr int kRows = 3;
+  for (const int dim : {7, 1028}) {
+    const std::vector<float> in = Random(static_cast<uint32_t>(dim), kRows * int64_t{dim}, 5.f);
+    const auto gpu_in = Put(in);
+    for (const Activation activation : {kSilu, kGeluTanh, kGelu, kRelu2}) {
+      std::vector<float> want(in.size());
+      const auto out = Put(std::vector<float>(in.size(), 7.f));
+      GatedActivationParams params = {.gate_up = in.data(),
+                                      .out = want.data(),
+                                      .num_rows = kRows,
+                                      .dim = dim,
+                                      .activation = activation,
+                                      .gated = false};
+      cpu->GatedActivation(params);
+      params.gate_up = gpu_in.data();
+      params.out = out.data();
+      CudaGatedActivation(ctx, params);
+      CAPTURE(static_cast<int>(activation));
+      // The CPU's erf has an absolute error of 2e-7, times values below 20.
+      CheckNear(out.Read(), want, kRelative, activation == kGelu ? 2e-6f : kTiny);
+    }
+  }
 }
 
 TEST_CASE_FIXTURE(Fixture, "gated activations match the CPU" * doctest::test_suite("small")) {
@@ -230,8 +304,33 @@ TEST_CASE_FIXTURE(Fixture,
         params.num_experts = experts;
         params.top_k = top_k;
         params.normalize = normalize;
-        const Routes got = Route(*this, logits, params);
+        const auto got = Route(*this, logits, params);
+        const auto want = RouteOnCpu(*this, logits, params);
+        CHECK(got.ids == want.ids);
+        CheckNear(got.weights, want.weights, kRelative);
+      }
+    }
+  }
+}
+
+TEST_CASE_FIXTURE(Fixture, "routing by sigmoids and with a bias matches the CPU") {
+  constexpr int kTokens = 9;
+  for (const int experts : {4, 33, 200}) {
+    const std::vector<float> logits = Random(static_cast<uint32_t>(experts), kTokens * experts);
+    const std::vector<float> bias = Random(7, experts);
+    const auto gpu_bias = Put(bias);
+    for (const bool sigmoid : {false, true}) {
+      for (const bool normalize : {false, true}) {
+        RouteExpertsParams params;
+        params.num_tokens = kTokens;
+        params.num_experts = experts;
+        params.top_k = 4;
+        params.normalize = normalize;
+        params.sigmoid = sigmoid;
+        params.bias = bias.data();
         const Routes want = RouteOnCpu(*this, logits, params);
+        params.bias = gpu_bias.data();
+        const Routes got = Route(*this, logits, params);
         CHECK(got.ids == want.ids);
         CheckNear(got.weights, want.weights, kRelative);
       }
@@ -346,7 +445,7 @@ TEST_CASE_FIXTURE(Fixture, "the argmax of each row equals the sampler's greedy t
 }
 
 TEST_CASE_FIXTURE(Fixture, "ops without rows do nothing") {
-  CudaRmsNorm(ctx, {.dim = 4});
+  CudaNorm(ctx, {.dim = 4});
   CudaGatedActivation(ctx, {.dim = 4});
   CudaRouteExperts(ctx, {.num_experts = 4, .top_k = 2});
   CudaCombineExperts(ctx, {.top_k = 2, .dim = 4});

@@ -112,7 +112,8 @@ TEST_CASE("RoPE tables match the CPU for every kind of scaling") {
                            .dim = 64,
                            .factor = 2.f,
                            .original_max_position = 4096,
-                           .freq_factors = {}});
+                           .freq_factors = {},
+                           .long_factors = {}});
     const Both<float> inv_freq(devices, table.inv_freq());
     const Both<float> cos(devices, Unwritten(3 * 32));
     const Both<float> sin(devices, Unwritten(3 * 32));
@@ -137,7 +138,7 @@ TEST_CASE("norms and activations match the CPU") {
   const Both<float> weight(devices, Normal(192, 2));
   const Both<float> out(devices, Unwritten(5 * 192));
   for (const int side : {kCpu, kGpu}) {
-    devices.of[side]->RmsNorm(
+    devices.of[side]->Norm(
         {.x = x[side], .weight = weight[side], .out = out[side], .num_rows = 5, .dim = 192});
   }
   CHECK(RelativeError(out) < kFloatError);

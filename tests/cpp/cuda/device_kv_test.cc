@@ -36,8 +36,9 @@ struct KvCase {
   int group = 2;
   int window = 0;
   bool sinks = false;
-  bool window16 = false;                       // first and newest tokens in 16 bits
-  bool as_served = false;                      // rotation, scale search and a mean of K
+  bool window16 = false;   // first and newest tokens in 16 bits
+  bool as_served = false;  // rotation, scale search and a mean of K
+  float score_cap = 0.f;
   std::vector<int> contexts = {210, 35, 150};  // before the first step
 };
 
@@ -219,6 +220,7 @@ AttentionParams Layer::Attention(int side) const {
           .q_stride = static_cast<int64_t>(Row()),
           .q_heads = q_heads(),
           .softmax_scale = 1.f / std::sqrt(static_cast<float>(case_.head_dim)),
+          .score_cap = case_.score_cap,
           .exact = side == kCpu,
           .window = case_.window,
           .sinks = case_.sinks ? sinks_[side] : nullptr,
@@ -340,6 +342,16 @@ TEST_CASE("steps that quantize blocks are recorded and replayed") {
   CHECK(layer.num_steps() == 7);
   // The prefill step, and the first two steps of each of two decode shapes; the second is recorded.
   CHECK(layer.num_runs() == 5);
+}
+
+TEST_CASE("soft caps of scores match the CPU") {
+  CheckCase({.k = KvCacheMode::kNone, .v = KvCacheMode::kNone, .score_cap = 0.5f});
+  CheckCase({.k = KvCacheMode::kFp4Nv, .v = KvCacheMode::kFp4Nv, .window = 40, .score_cap = 0.5f});
+  CheckCase({.k = KvCacheMode::kInt8,
+             .v = KvCacheMode::kInt4,
+             .sinks = true,
+             .window16 = true,
+             .score_cap = 0.5f});
 }
 
 TEST_CASE("sliding windows with sinks match the CPU, also when K is wider than V") {

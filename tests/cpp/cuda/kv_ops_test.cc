@@ -149,6 +149,7 @@ struct Ingredients {
   bool bias = false;
   bool norm = false;
   int rope_dim = 0;
+  bool norm_after_rope = false;
   bool mean = false;
   bool rotate = false;
   bool window16 = false;
@@ -171,6 +172,7 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
     step.rope_cos = Normals(step.random, tokens * static_cast<size_t>(with.rope_dim / 2));
     step.rope_sin = Normals(step.random, step.rope_cos.size());
   }
+  step.norm_after_rope = with.norm_after_rope;
   if (with.mean) {
     step.k_mean = Normals(step.random, heads * n, 2.f);
     step.q_dot_mean.assign(tokens * heads * static_cast<size_t>(shape.group), -1.f);
@@ -194,6 +196,7 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
                               {.bias = (with & 1) != 0,
                                .norm = (with & 2) != 0,
                                .rope_dim = rope_dim,
+                               .norm_after_rope = seed % 4 == 3,
                                .mean = (with & 4) != 0,
                                .rotate = (with & 8) != 0,
                                .window16 = (with & 16) != 0},

@@ -102,6 +102,7 @@ struct Step {
   std::vector<int64_t> num_clipped = {7};
   std::vector<PendingQuantization> blocks_to_quantize;
   int rope_dim = 0;
+  bool norm_after_rope = false;
   bool rotate = false;
   bool search = false;
   bool window16 = false;
@@ -299,6 +300,7 @@ inline WriteKvParams ProcessParams(const Step& s, const Pointers& p) {
   params.rope_cos = p.rope_cos;
   params.rope_sin = p.rope_sin;
   params.rope_dim = s.rope_dim;
+  params.norm_after_rope = s.norm_after_rope;
   params.q_heads = s.shape.group * s.shape.kv_heads;
   params.rotate = s.rotate;
   params.search_scales = s.search;

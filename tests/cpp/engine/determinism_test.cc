@@ -181,6 +181,27 @@ KvCalibration TinyCalibration(const ModelConfig& model) {
   return calibration;
 }
 
+TEST_CASE("models of every structure give the same bits however they are run") {
+  testing::SanitizedSample sample(3);
+  for (const ModelConfig& model :
+       {testing::TinyGemma(), testing::TinyParallel(), testing::TinySigmoidMoe()}) {
+    for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
+      if (!sample.Next()) {
+        continue;
+      }
+      CAPTURE(model.num_layers);
+      CAPTURE(std::string(ToString(format)));
+      Setting setting{.model = model, .config = TinyEngineConfig(format)};
+      setting.config.enable_prefix_caching = false;
+      if (format == KvCacheMode::kFp4Nv) {
+        setting.prompts = kLong;
+        setting.config.kv_quality = {.rotate_k = true, .window16 = {64, 64}};
+      }
+      CheckEveryWay(setting, format == KvCacheMode::kFp4Nv ? 26 : 16);
+    }
+  }
+}
+
 TEST_CASE("balanced and best give the same bits when blocks leave the 16-bit window") {
   testing::SanitizedSample sample(7);
   for (KvCacheMode format : kAllKvCacheModes) {

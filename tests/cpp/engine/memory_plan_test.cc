@@ -30,7 +30,7 @@ ModelConfig Model(std::vector<int> windows = std::vector<int>(30, 0)) {
   model.head_dim = 64;
   model.vocab_size = 49152;
   model.max_position = 8192;
-  model.rope.dim = 64;
+  model.ropes[0].dim = 64;
   model.windows = std::move(windows);
   return model;
 }

@@ -18,7 +18,9 @@ class OpsRefusingDevice : public Device {
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override { return Refuse(); }
   void Embed(const EmbedParams&) override { Refuse(); }
   void FillRope(const FillRopeParams&) override { Refuse(); }
-  void RmsNorm(const RmsNormParams&) override { Refuse(); }
+  void Norm(const NormParams&) override { Refuse(); }
+  void Add(const AddParams&) override { Refuse(); }
+  void SoftCap(const SoftCapParams&) override { Refuse(); }
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
   void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }

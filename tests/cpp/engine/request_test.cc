@@ -98,7 +98,7 @@ TEST_CASE("an unsupported head_dim is rejected before anything runs") {
   for (const int head_dim : {20, 72, 272, 512}) {
     ModelConfig model = testing::TinyConfig();
     model.head_dim = head_dim;
-    model.rope.dim = head_dim;
+    model.ropes[0].dim = head_dim;
     try {
       PlanMemory(model, TinyEngineConfig(KvCacheMode::kNone), testing::kFreeBytes,
                  DeviceCapability());

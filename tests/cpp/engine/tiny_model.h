@@ -31,7 +31,7 @@ inline ModelConfig TinyConfig() {
   config.head_dim = 64;
   config.vocab_size = kVocab;
   config.max_position = 4096;
-  config.rope.dim = 64;
+  config.ropes[0].dim = 64;
   config.windows = {0, 40};
   return config;
 }
@@ -59,6 +59,50 @@ inline ModelConfig TinyQwenMoe() {
                 .shared_intermediate_size = 64,
                 .normalize = false,
                 .layers = {0, 1}};
+  return config;
+}
+
+// Returns a config like that of Gemma: norms before and after each branch, soft caps, scaled
+// embeddings, and one RoPE for each of two layers and none for the third.
+inline ModelConfig TinyGemma() {
+  ModelConfig config = TinyConfig();
+  config.num_layers = 3;
+  config.windows = {40, 0, 0};
+  config.norm.outputs = true;
+  config.attention_cap = 1.f;
+  config.logit_cap = 2.f;
+  config.embedding_scale = 8.f;
+  config.activation = Activation::kGeluTanh;
+  config.ropes.push_back(config.ropes[0]);
+  config.ropes[1].theta = 100.f;
+  config.ropes[1].dim = 32;
+  config.layer_ropes = {1, 0, -1};
+  return config;
+}
+
+// Returns a config like that of Command R and StarCoder: LayerNorm, parallel branches, norms of Q
+// and K over all heads, scaled branches and logits, and a feed-forward without a gate.
+inline ModelConfig TinyParallel() {
+  ModelConfig config = TinyConfig();
+  config.norm.centered = true;
+  config.norm.qk_all_heads = true;
+  config.parallel = true;
+  config.gated = false;
+  config.residual_scale = 0.5f;
+  config.logit_scale = 0.25f;
+  config.activation = Activation::kRelu2;
+  return config;
+}
+
+// Returns a config like those of OLMo and GLM: norms only after each branch, and experts that are
+// selected by sigmoids with a bias, beside a shared expert without a gate.
+inline ModelConfig TinySigmoidMoe() {
+  ModelConfig config = TinyQwenMoe();
+  config.norm = {.inputs = false, .outputs = true, .qk_after_rope = true};
+  config.moe.normalize = true;
+  config.moe.sigmoid = true;
+  config.moe.shared_gate = false;
+  config.moe.scale = 1.5f;
   return config;
 }
 
@@ -147,8 +191,24 @@ class TinyBuilder {
     const int64_t hidden = config_.hidden_size;
     const int64_t q = int64_t{config_.num_heads} * config_.head_dim;
     const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
-    AddVector(prefix + "attention_norm", hidden, 0.5f, 1.5f);
-    AddVector(prefix + "ffn_norm", hidden, 0.5f, 1.5f);
+    const NormConfig& norm = config_.norm;
+    if (norm.inputs) {
+      AddVector(prefix + "attention_norm", hidden, 0.5f, 1.5f);
+    }
+    if (norm.inputs && !config_.parallel) {
+      AddVector(prefix + "ffn_norm", hidden, 0.5f, 1.5f);
+    }
+    if (norm.outputs) {
+      AddVector(prefix + "attention_output_norm", hidden, 0.5f, 1.5f);
+      AddVector(prefix + "ffn_output_norm", hidden, 0.5f, 1.5f);
+    }
+    if (norm.qk_all_heads || norm.qk_after_rope) {
+      AddVector(prefix + "q_norm", norm.qk_all_heads ? q : config_.head_dim, 0.5f, 1.5f);
+      AddVector(prefix + "k_norm", norm.qk_all_heads ? kv : config_.head_dim, 0.5f, 1.5f);
+    }
+    if (norm.centered) {
+      AddVector(prefix + "attention_norm.bias", hidden, -0.5f, 0.5f);
+    }
     AddMatrix(prefix + "q", q, hidden, 0.3f);
     AddMatrix(prefix + "k", kv, hidden, 0.3f);
     AddMatrix(prefix + "v", kv, hidden, 0.3f);
@@ -163,7 +223,9 @@ class TinyBuilder {
   }
 
   void AddFeedForward(const std::string& prefix, int64_t inner) {
-    AddMatrix(prefix + "gate", inner, config_.hidden_size, 0.3f);
+    if (config_.gated) {
+      AddMatrix(prefix + "gate", inner, config_.hidden_size, 0.3f);
+    }
     AddMatrix(prefix + "up", inner, config_.hidden_size, 0.3f);
     AddMatrix(prefix + "down", config_.hidden_size, inner, 0.3f);
   }
@@ -188,7 +250,12 @@ class TinyBuilder {
     }
     if (moe.shared_intermediate_size > 0) {
       AddFeedForward(prefix + "shared.", moe.shared_intermediate_size);
-      AddMatrix(prefix + "shared.router", 1, hidden, 1.f);
+      if (moe.shared_gate) {
+        AddMatrix(prefix + "shared.router", 1, hidden, 1.f);
+      }
+    }
+    if (moe.sigmoid) {
+      AddVector(prefix + "router.score_bias", moe.num_experts, -0.5f, 0.5f);
     }
   }
 

@@ -1,3 +1,3 @@
 // The conformance tests as C++17.
 
-#include "kvx/conformance.c"
+#include "conformance.c"

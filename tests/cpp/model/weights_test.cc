@@ -50,7 +50,7 @@ TEST_CASE("an invalid model config is rejected with the field's name") {
   config.windows = {0, -4};
   CHECK(ErrorOf(config).find("windows contains -4") == 0);
   config = good;
-  config.rope.dim = 128;
+  config.ropes[0].dim = 128;
   CHECK(ErrorOf(config).find("rope.dim is 128") == 0);
 }
 

@@ -207,3 +207,24 @@ TEST_CASE("an invalid RoPE config is rejected with the field's name") {
   refuse(config, "rope.freq_factors");
   CHECK_FALSE(RopeTable(Config(RopeKind::kNone, 0.f)).enabled());
 }
+
+TEST_CASE("longrope divides by its short factors, and by the long ones for longer sessions") {
+  RopeConfig config = Config(RopeKind::kLongRope, 10000.f);
+  config.original_max_position = 100;
+  config.attention_factor = 1.5f;
+  config.freq_factors.assign(32, 2.f);
+  config.long_factors.assign(32, 8.f);
+  const auto check = [](const RopeConfig& resolved, double factor) {
+    const RopeTable table(resolved);
+    CHECK(table.attention_factor() == 1.5f);
+    const std::vector<float>& inv_freq = table.inv_freq();
+    for (int i = 0; i < 32; ++i) {
+      const double want = std::pow(10000.0, -i / 32.0) / factor;
+      CHECK(inv_freq[static_cast<size_t>(i)] == doctest::Approx(want));
+    }
+  };
+  check(ResolveRope(config, 100), 2);
+  check(ResolveRope(config, 101), 8);
+  config.long_factors.pop_back();
+  CHECK_THROWS_AS(RopeTable{config}, InvalidArgument);
+}

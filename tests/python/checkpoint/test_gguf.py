@@ -216,7 +216,7 @@ def test_open_checkpoint_gguf_rope_metadata_is_read(tmp_path: Path) -> None:
 
 BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.type": "longrope"}, "longrope"),
-    ({"rope.dimension_count": 32}, "rope.dimension_count is 32. It must be the head_dim"),
+    ({"rope.dimension_count": 31}, "rope.dimension_count is 31"),
     ({"expert_count": 8}, "expert_used_count is missing"),
     ({"attention.causal": False}, "attention.causal is false. It must be true"),
 ]

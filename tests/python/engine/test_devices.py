@@ -253,7 +253,9 @@ def model_config():
     config.num_heads, config.num_kv_heads, config.head_dim = 2, 1, 64
     config.vocab_size, config.max_position, config.windows = 256, 2048, [0, 0]
     config.dtype = "bfloat16"
-    config.rope.dim = 64
+    rope = _turbomind.RopeConfig()
+    rope.dim = 64
+    config.ropes = [rope]
     return config
 
 

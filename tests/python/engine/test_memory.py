@@ -36,7 +36,7 @@ def model_config() -> Any:
     config.dtype = "bfloat16"
     rope = tm.RopeConfig()
     rope.dim = HEAD_DIM
-    config.rope = rope
+    config.ropes = [rope]
     return config
 
 

@@ -94,7 +94,7 @@ def test_plan_memory_counts_bytes_of_the_reference_layout(mode: str, head_dim: i
     config.windows, config.dtype = [0, 0, 0], "bfloat16"
     rope = _turbomind.RopeConfig()
     rope.kind, rope.theta, rope.dim = "default", 10000.0, head_dim
-    config.rope = rope
+    config.ropes = [rope]
     options = _turbomind.EngineConfig()
     options.kv_format, options.session_len, options.max_batch_size = mode, 65536, 64
     options.cache_max_entry_count = 0.5

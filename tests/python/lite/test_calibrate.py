@@ -37,7 +37,11 @@ MODEL = SimpleNamespace(
     num_kv_heads=HEADS,
     head_dim=HEAD_DIM,
     max_position=64,
-    rope=SimpleNamespace(kind="default", theta=10000.0, dim=HEAD_DIM, factor=1.0, freq_factors=[]),
+    ropes=[
+        SimpleNamespace(kind="default", theta=10000.0, dim=HEAD_DIM, factor=1.0, freq_factors=[])
+    ],
+    layer_ropes=[],
+    attention_cap=0.0,
 )
 HASH = "ab" * 32
 
@@ -246,7 +250,7 @@ def test_inverse_frequencies_equal_reference(kind):
 
 
 def test_slow_channels_come_in_pairs():
-    slow = slow_channels(MODEL, 64)
+    slow = slow_channels(MODEL, 64)[0]
     half = HEAD_DIM // 2
     assert (slow[:half] == slow[half:]).all()
     turns = 64 * 10000.0 ** (-np.arange(half) / half) / (2 * np.pi)
@@ -259,7 +263,15 @@ def test_k_mean_selects_all_slow_or_no_channels():
     assert (k_mean(statistics, MODEL, which="all", context=64) == 2).all()
     assert (k_mean(statistics, MODEL, which="none", context=64) == 0).all()
     slow = k_mean(statistics, MODEL, which="slow", context=64)
-    np.testing.assert_array_equal(slow[0, 0] == 2, slow_channels(MODEL, 64))
+    np.testing.assert_array_equal(slow[:, 0] == 2, slow_channels(MODEL, 64))
+    capped = SimpleNamespace(**{**vars(MODEL), "attention_cap": 50.0})
+    assert (k_mean(statistics, capped, which="all", context=64) == 0).all()
+
+
+def test_every_channel_of_a_layer_without_rope_is_slow():
+    model = SimpleNamespace(**{**vars(MODEL), "layer_ropes": [-1] + [0] * (LAYERS - 1)})
+    slow = slow_channels(model, 10**9)
+    assert slow[0].all() and not slow[1:].any()
 
 
 class FakeEngine:

@@ -14,6 +14,7 @@ from engine_runs import EngineRun
 from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
 from reference.weights import read_awq, read_gptq
 from safetensors.torch import load_file
+from tiny_families import FAMILY_MODELS
 from tiny_gguf import write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
 from tiny_moe import QWEN3_MOE
@@ -347,6 +348,9 @@ def test_models_that_are_not_supported_are_rejected(small: Path, tmp_path: Path)
     experts = tmp_path / "experts"
     save_model(make_model(QWEN3_MOE), experts)
     refuse_model(open_checkpoint(experts), "has experts")
+    other = tmp_path / "other"
+    save_model(make_model(FAMILY_MODELS[0]), other)
+    refuse_model(open_checkpoint(other), "gemma2 computes its layers differently from Llama")
     source = open_checkpoint(small)
     refuse_model(
         source, r"64 inputs, which groups of 128 do not divide.*--w-group", Grid(128, True)

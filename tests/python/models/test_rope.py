@@ -94,9 +94,12 @@ def test_rope_from_hf_outer_original_length_takes_precedence(kind: str) -> None:
     ],
     ids=str,
 )
-def test_rope_from_hf_partial_rotation_is_rejected(values: dict[str, Any]) -> None:
-    with pytest.raises(ModelFormatError, match=r"partial_rotary_factor is 0\.5. It must be 1"):
-        from_hf(**values)
+def test_rope_from_hf_partial_rotation_counts_the_values_of_a_head(values: dict[str, Any]) -> None:
+    heads = {"num_attention_heads": 4, "hidden_size": 256}
+    assert from_hf(**values, **heads).dim == 32
+    assert from_hf(**values, **heads, head_dim=128).dim == 64
+    with pytest.raises(ModelFormatError, match="rotates 31 of 62 values"):
+        from_hf(**values, **heads, head_dim=62)
     assert from_hf(partial_rotary_factor=1.0) == RopeSettings()
     inner = {"rope_type": "default", "partial_rotary_factor": 1.0}
     assert from_hf(partial_rotary_factor=0.5, rope_parameters=inner) == RopeSettings()

@@ -20,6 +20,7 @@ class EngineRun:
         kv_format: str = "none",
         max_prefill: int = 64,
         session_len: int = 1024,
+        rotated: bool = False,
         weight_format: str | None = None,
     ) -> None:
         from lmdeploy import _turbomind
@@ -31,6 +32,7 @@ class EngineRun:
         self.model = load_model(path, exact=exact, device=device, progress=False, changes=changes)
         config = _turbomind.EngineConfig()
         config.kv_format = kv_format
+        config.kv_rotate_k = rotated
         config.max_batch_size = 4
         config.session_len = session_len
         config.max_prefill_token_num = max_prefill

@@ -63,7 +63,7 @@ def make_engine(
         setattr(rope, name, getattr(shape.rope, name))
     for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"):
         setattr(rope, name, getattr(shape.rope, name))
-    config.rope = rope
+    config.ropes = [rope]
     if shape.experts is not None:
         set_experts(config, shape)
     device = _turbomind.make_cpu_device(2)

@@ -26,7 +26,7 @@ def model_config() -> Any:
     rope = tm.RopeConfig()
     rope.kind = "default"
     rope.dim = 64
-    config.rope = rope
+    config.ropes = [rope]
     return config
 
 

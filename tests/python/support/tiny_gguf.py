@@ -107,7 +107,7 @@ def start_gguf(
             bool: writer.add_bool,
         }
         add[type(value)](f"{arch}.{key}", value)
-    _write_tokenizer(writer)
+    write_tokenizer(writer)
     return writer, arch
 
 
@@ -136,7 +136,7 @@ def _write(
     return gguf.quants.dequantize(plain, kind).reshape(values.shape)
 
 
-def _write_tokenizer(writer: Any) -> None:
+def write_tokenizer(writer: Any) -> None:
     backend = byte_tokenizer()
     vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
     tokens = [token for token, _ in vocab]

@@ -18,6 +18,7 @@ class TinyModel:
     architecture: str  # Llama, Mistral, Qwen2, Qwen3
     settings: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
+    config: str = ""  # prefix of the config's class; empty if it is the architecture
 
     def config_values(self) -> dict[str, Any]:
         """Return the keyword arguments of the transformers config."""
@@ -43,7 +44,7 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
     import torch
     import transformers
 
-    config_class = getattr(transformers, f"{tiny.architecture}Config")
+    config_class = getattr(transformers, f"{tiny.config or tiny.architecture}Config")
     model_class = getattr(transformers, f"{tiny.architecture}ForCausalLM")
     torch.manual_seed(seed)
     config = config_class(**tiny.config_values())
@@ -51,7 +52,12 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
     model = model_class(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
+        biases = [
+            (name, buffer)
+            for name, buffer in model.named_buffers()
+            if name.endswith("e_score_correction_bias")
+        ]
+        for name, tensor in [*model.named_parameters(), *biases]:
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name:
                 tensor.copy_(1.0 + 0.2 * noise)

@@ -13,7 +13,9 @@
 namespace turbomind {
 namespace {
 
-// NaN counts as the lowest logit, so that an expert is found for any logits.
+constexpr int kMaxExperts = 1024;  // of a layer; ModelConfig::Validate has the same limit
+
+// NaN counts as the lowest score, so that an expert is found for any logits.
 float RouteKey(float logit) {
   return std::isnan(logit) ? -std::numeric_limits<float>::infinity() : logit;
 }
@@ -33,15 +35,50 @@ int32_t NextExpert(const float* logits, int num_experts, int32_t last) {
   return best;
 }
 
+// Writes the top_k experts with the highest keys, from the highest on.
+void SelectExperts(const RouteExpertsParams& params, const float* keys, int32_t* ids) {
+  int32_t last = -1;
+  for (int rank = 0; rank < params.top_k; ++rank) {
+    last = NextExpert(keys, params.num_experts, last);
+    ids[rank] = last;
+  }
+}
+
+// Routes by scores that are computed for every expert, because the bias is added to them.
+void RouteByScores(const RouteExpertsParams& params, int64_t token) {
+  const int count = params.num_experts;
+  const float* logits = params.logits + token * count;
+  int32_t* ids = params.ids + token * params.top_k;
+  float* weights = params.weights + token * params.top_k;
+  float scores[kMaxExperts];
+  float keys[kMaxExperts];
+  const float highest = *std::max_element(logits, logits + count);
+  double all = 0;
+  for (int i = 0; i < count; ++i) {
+    scores[i] = params.sigmoid ? 1.f / (1.f + std::exp(-logits[i])) : std::exp(logits[i] - highest);
+    all += scores[i];
+  }
+  for (int i = 0; i < count; ++i) {
+    scores[i] = params.sigmoid ? scores[i] : static_cast<float>(scores[i] / all);
+    keys[i] = params.bias != nullptr ? scores[i] + params.bias[i] : scores[i];
+  }
+  SelectExperts(params, keys, ids);
+  std::sort(ids, ids + params.top_k);
+  double sum = 0;
+  for (int rank = 0; rank < params.top_k; ++rank) {
+    weights[rank] = scores[ids[rank]];
+    sum += weights[rank];
+  }
+  for (int rank = 0; params.normalize && rank < params.top_k; ++rank) {
+    weights[rank] = static_cast<float>(weights[rank] / sum);
+  }
+}
+
 void RouteToken(const RouteExpertsParams& params, int64_t token) {
   const float* logits = params.logits + token * params.num_experts;
   int32_t* ids = params.ids + token * params.top_k;
   float* weights = params.weights + token * params.top_k;
-  int32_t last = -1;
-  for (int rank = 0; rank < params.top_k; ++rank) {
-    last = NextExpert(logits, params.num_experts, last);
-    ids[rank] = last;
-  }
+  SelectExperts(params, logits, ids);
   const float highest = logits[ids[0]];
   std::sort(ids, ids + params.top_k);
   double sum = 0;
@@ -68,7 +105,7 @@ void CombineToken(const CombineExpertsParams& params, int64_t token) {
     for (int64_t rank = token * params.top_k; rank < (token + 1) * params.top_k; ++rank) {
       const int64_t slot = params.slots == nullptr ? rank : params.slots[rank];
       const float* y = params.y + slot * params.dim + first;
-      const float given = params.weights[rank];
+      const float given = params.weights != nullptr ? params.weights[rank] : 1.f;
       const float weight = params.sigmoid ? 1.f / (1.f + std::exp(-given)) : given;
       for (int64_t i = 0; i < lanes; ++i) {
         sums[i] += weight * y[i];
@@ -76,7 +113,8 @@ void CombineToken(const CombineExpertsParams& params, int64_t token) {
     }
     float* out = params.out + token * params.dim + first;
     for (int64_t i = 0; i < lanes; ++i) {
-      out[i] += sums[i];
+      const float before = params.accumulate ? out[i] : 0.f;
+      out[i] = before + params.scale * sums[i];
     }
   }
 }
@@ -95,19 +133,47 @@ void CpuEmbed(ThreadPool& pool, const EmbedParams& params) {
   }
   ForRows(pool, params.num_tokens, table.cols, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
-      table.ReadRow(params.ids[i], params.out + i * table.cols);
+      float* out = params.out + i * table.cols;
+      table.ReadRow(params.ids[i], out);
+      for (int64_t col = 0; params.scale != 1.f && col < table.cols; ++col) {
+        out[col] *= params.scale;
+      }
     }
   });
 }
 
-void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormParams& params) {
-  const int64_t dim = params.dim;
-  ForRows(pool, params.num_rows, dim, [&](int begin, int end) {
+void CpuNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const NormParams& params) {
+  ForRows(pool, params.num_rows, params.dim, [&](int begin, int end) {
     for (int64_t i = begin; i < end; ++i) {
-      kernels.rms_norm(params.x + i * dim, params.weight, params.eps, params.dim,
-                       params.out + i * dim);
+      kernels.norm(params, i);
     }
   });
+}
+
+namespace {
+
+// Calls fn(begin, end) for pieces of [0, count), on all threads.
+template <class Fn>
+void ForPieces(ThreadPool& pool, int64_t count, Fn fn) {
+  constexpr int64_t kPiece = 4096;
+  const auto pieces = static_cast<int>((count + kPiece - 1) / kPiece);
+  ForRows(pool, pieces, kPiece,
+          [&](int begin, int end) { fn(begin * kPiece, std::min(count, end * kPiece)); });
+}
+
+}  // namespace
+
+void CpuAdd(ThreadPool& pool, const AddParams& params) {
+  ForPieces(pool, params.count, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      params.out[i] += params.scale * params.x[i];
+    }
+  });
+}
+
+void CpuSoftCap(const CpuDenseKernels& kernels, ThreadPool& pool, const SoftCapParams& params) {
+  ForPieces(pool, params.count,
+            [&](int64_t begin, int64_t end) { kernels.soft_cap(params, begin, end); });
 }
 
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
@@ -120,10 +186,11 @@ void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
 }
 
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
+  Check(params.num_experts <= kMaxExperts, "a layer must have at most 1024 experts");
   ForRows(pool, params.num_tokens, int64_t{params.num_experts} * params.top_k,
           [&](int begin, int end) {
             for (int64_t t = begin; t < end; ++t) {
-              RouteToken(params, t);
+              (params.sigmoid || params.bias != nullptr ? RouteByScores : RouteToken)(params, t);
             }
           });
 }

@@ -11,7 +11,9 @@
 namespace turbomind {
 
 void CpuEmbed(ThreadPool& pool, const EmbedParams& params);
-void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormParams& params);
+void CpuNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const NormParams& params);
+void CpuAdd(ThreadPool& pool, const AddParams& params);
+void CpuSoftCap(const CpuDenseKernels& kernels, ThreadPool& pool, const SoftCapParams& params);
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
                         const GatedActivationParams& params);
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params);

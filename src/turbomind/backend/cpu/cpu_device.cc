@@ -94,7 +94,9 @@ class CpuDevice final : public Device {
   void FillRope(const FillRopeParams& params) override {
     params.table->Fill(params.positions, params.num_tokens, params.cos, params.sin);
   }
-  void RmsNorm(const RmsNormParams& params) override { CpuRmsNorm(dense_, pool_, params); }
+  void Norm(const NormParams& params) override { CpuNorm(dense_, pool_, params); }
+  void Add(const AddParams& params) override { CpuAdd(pool_, params); }
+  void SoftCap(const SoftCapParams& params) override { CpuSoftCap(dense_, pool_, params); }
   void Linear(const LinearParams& params) override {
     CpuLinear(dense_, pool_, linear_scratch_, params);
   }

@@ -219,6 +219,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     args.context_len = batch.context_lens[seq];
     args.group = group;
     args.softmax_scale = params.softmax_scale;
+    args.score_cap = params.score_cap;
     args.exact = params.exact;
     args.window = params.window;
     args.sinks = params.sinks != nullptr ? params.sinks + head * group : nullptr;
@@ -260,6 +261,7 @@ DecodeSplitsArgs DecodeArgs(const AttentionParams& params, const std::vector<int
   args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
            static_cast<int64_t>(head) * args.group * kv.head_dim;
   args.softmax_scale = params.softmax_scale;
+  args.score_cap = params.score_cap;
   args.exact = params.exact;
   args.position = context - 1;
   args.begin = std::max(begin, static_cast<int>(split * kSplitTokens));

@@ -55,9 +55,11 @@ struct CpuDenseKernels {
   void (*multiply)(const MultiplyArgs&) = nullptr;
   // Returns the size of MultiplyArgs::scratch.
   int64_t (*scratch_bytes)(MatrixFormat format, int64_t cols) = nullptr;
-  void (*rms_norm)(const float* x, const float* weight, float eps, int dim, float* out) = nullptr;
-  // Computes one row of the op.
+  // Compute one row of the op.
+  void (*norm)(const NormParams& params, int64_t row) = nullptr;
   void (*gated_activation)(const GatedActivationParams& params, int64_t row) = nullptr;
+  // Computes the values [begin, end) of the op.
+  void (*soft_cap)(const SoftCapParams& params, int64_t begin, int64_t end) = nullptr;
 };
 
 namespace scalar {

@@ -36,6 +36,7 @@ struct DecodeSplitsArgs {
   const float* q = nullptr;  // [group, head_dim]
   int group = 0;
   float softmax_scale = 1.f;
+  float score_cap = 0.f;
   bool exact = false;
   int begin = 0;  // visible positions [begin, end), not empty
   int end = 0;
@@ -68,6 +69,7 @@ struct PrefillRowsArgs {
   int context_len = 0;
   int group = 0;
   float softmax_scale = 1.f;
+  float score_cap = 0.f;
   bool exact = false;
   int window = 0;
   const float* sinks = nullptr;  // [group] or null

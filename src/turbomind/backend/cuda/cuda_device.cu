@@ -191,7 +191,9 @@ class CudaDevice final : public Device {
     p.positions = arrays_.OnGpu(params.positions);
     CudaFillRope(context_, p);
   }
-  void RmsNorm(const RmsNormParams& params) override { CudaRmsNorm(context_, params); }
+  void Norm(const NormParams& params) override { CudaNorm(context_, params); }
+  void Add(const AddParams& params) override { CudaAdd(context_, params); }
+  void SoftCap(const SoftCapParams& params) override { CudaSoftCap(context_, params); }
   void Linear(const LinearParams& params) override { linear_.Linear(context_, params); }
   void GatedActivation(const GatedActivationParams& params) override {
     CudaGatedActivation(context_, params);

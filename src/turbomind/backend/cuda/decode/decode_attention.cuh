@@ -424,8 +424,9 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   for (int n = 0; n < C::kHeadTiles; ++n) {
     LoadQuery<C>(task, n * kHeadTile, &query[n]);
   }
-  const float scale = p.softmax_scale * kLog2E * Fragments<C::kKeyFormat, C::kType>::kUnit *
-                      HeadScale(p.kv.global_scale[0], task.kv_head);
+  const float score_scale = p.softmax_scale * kLog2E * Fragments<C::kKeyFormat, C::kType>::kUnit *
+                            HeadScale(p.kv.global_scale[0], task.kv_head);
+  const float scale = p.score_cap != 0.f ? 1.f : score_scale;
   int stage = 0;
   int free = kAhead * C::kStageBytes;
 #pragma unroll 1
@@ -444,6 +445,13 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
 #pragma unroll
     for (int u = 0; u < C::kSubTiles; ++u) {
       ScoreRows<C>(task, query, view, stage, u, scores);
+    }
+    if (p.score_cap != 0.f) {
+#pragma unroll
+      for (int i = 0; i < C::kHeadTiles * C::kSubTiles * 4; ++i) {
+        float& score = scores[i / (C::kSubTiles * 4)][i / 4 % C::kSubTiles][i % 4];
+        score = CapScore(score, score_scale, p.score_cap);
+      }
     }
     if (left < kTile || left > length) {  // the item's first or last tile
       HideOutside<C>(task, left - length, left, stage, scores);

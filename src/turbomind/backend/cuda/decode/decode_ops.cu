@@ -174,6 +174,7 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   decode.q_stride = params.q_stride;
   decode.q_heads = params.q_heads;
   decode.softmax_scale = params.softmax_scale;
+  decode.score_cap = params.score_cap;
   decode.block_table_stride = batch.block_table_stride;
   decode.partial_o = partial_o;
   decode.partial_ml = partial_ml;

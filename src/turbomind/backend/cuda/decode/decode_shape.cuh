@@ -3,6 +3,7 @@
 // ⑦ Parameters of decode attention on a GPU, and its layout of shared memory: the constants for one
 // pair of formats, head_dim and tile.
 
+#include <cmath>
 #include <cstdint>
 
 #include "turbomind/backend/cuda/decode/decode_plan.h"
@@ -20,6 +21,7 @@ struct DecodeParams {
   int64_t q_stride = 0;
   int q_heads = 0;
   float softmax_scale = 1.f;
+  float score_cap = 0.f;                  // 0: none
   KvLayerView kv;                         // pointers into the device's pools
   const int32_t* block_tables = nullptr;  // [num_seqs, block_table_stride]
   int64_t block_table_stride = 0;
@@ -35,6 +37,13 @@ inline constexpr int kMaxBlockTokens = 128;
 inline constexpr float kMinRowMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
+
+// Return cap * tanh(score * scale / cap) in units of log2. `scale` contains log2(e), and `cap` is
+// in units of e.
+TM_DEVICE float CapScore(float score, float scale, float cap) {
+  const float t = Exp2Approx(-2.f * fabsf(score * scale / cap));
+  return copysignf(cap * kLog2E * (1.f - t) / (1.f + t), score);
+}
 
 // Shared memory per block with which four blocks fit an SM of 228 KiB. The system takes 1 KiB per
 // block.

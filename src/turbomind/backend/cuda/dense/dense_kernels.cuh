@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
 }
 
 struct NormTask {
-  RmsNormParams op;
+  NormParams op;
   int num_warps = 0;
 };
 
@@ -52,13 +52,13 @@ inline constexpr int kMaxNormWarps = 32;
 // One block of num_warps warps per row, with 4 num_warps bytes of shared memory. Pieces beyond
 // kNormHeld per thread are read twice.
 template <int kWidth>
-__global__ void __launch_bounds__(32 * kMaxNormWarps) RmsNormKernel(NormTask task) {
-  const RmsNormParams& p = task.op;
+__global__ void __launch_bounds__(32 * kMaxNormWarps) NormKernel(NormTask task) {
+  const NormParams& p = task.op;
   const int thread = ThreadIndexX();
   const int threads = 32 * task.num_warps;
   const int count = p.dim / kWidth;
-  const float* x = p.x + static_cast<int64_t>(BlockIndexX()) * p.dim;
-  float* out = p.out + static_cast<int64_t>(BlockIndexX()) * p.dim;
+  const float* x = p.x + BlockIndexX() * p.Stride();
+  float* out = p.out + BlockIndexX() * p.Stride();
   Floats<kWidth> held[kNormHeld] = {};
   Floats<kWidth> weight[kNormHeld] = {};
 #pragma unroll
@@ -69,40 +69,75 @@ __global__ void __launch_bounds__(32 * kMaxNormWarps) RmsNormKernel(NormTask tas
       weight[i] = LoadFloats<kWidth>(p.weight + at * kWidth);
     }
   }
-  float sum = 0.f;
+  // Add fn(value) of the thread's values. Values that are not held are 0 where i exceeds the row.
+  const auto sum_of = [&](auto fn) {
+    float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kNormHeld; ++i) {
+    for (int i = 0; i < kNormHeld; ++i) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      sum += held[i].v[j] * held[i].v[j];
+      for (int j = 0; j < kWidth; ++j) {
+        sum += thread + i * threads < count ? fn(held[i].v[j]) : 0.f;
+      }
     }
+    for (int at = thread + kNormHeld * threads; at < count; at += threads) {
+      const Floats<kWidth> piece = LoadFloats<kWidth>(x + at * kWidth);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        sum += fn(piece.v[j]);
+      }
+    }
+    return AddInBlock(sum, thread, task.num_warps) / static_cast<float>(p.dim);
+  };
+  float mean = 0.f;
+  if (p.centered) {
+    mean = sum_of([](float value) { return value; });
+    SyncBlock();  // every thread has read the sums before the next ones are written
   }
-  for (int at = thread + kNormHeld * threads; at < count; at += threads) {
-    const Floats<kWidth> piece = LoadFloats<kWidth>(x + at * kWidth);
+  const float variance = sum_of([mean](float value) { return (value - mean) * (value - mean); });
+  const float scale = 1.f / sqrtf(variance + p.eps);
+  const auto store = [&](int at, Floats<kWidth> piece, const Floats<kWidth>& by) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      sum += piece.v[j] * piece.v[j];
+      piece.v[j] = (piece.v[j] - mean) * scale * by.v[j];
     }
-  }
-  const float mean = AddInBlock(sum, thread, task.num_warps) / static_cast<float>(p.dim);
-  const float scale = 1.f / sqrtf(mean + p.eps);
-  const auto scaled = [scale](Floats<kWidth> piece, const Floats<kWidth>& by) {
+    if (p.bias != nullptr) {
+      const Floats<kWidth> bias = LoadFloats<kWidth>(p.bias + at * kWidth);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      piece.v[j] = piece.v[j] * scale * by.v[j];
+      for (int j = 0; j < kWidth; ++j) {
+        piece.v[j] += bias.v[j];
+      }
     }
-    return piece;
+    StoreFloats(out + at * kWidth, piece);
   };
 #pragma unroll
   for (int i = 0; i < kNormHeld; ++i) {
     const int at = thread + i * threads;
     if (at < count) {
-      StoreFloats(out + at * kWidth, scaled(held[i], weight[i]));
+      store(at, held[i], weight[i]);
     }
   }
   for (int at = thread + kNormHeld * threads; at < count; at += threads) {
     const Floats<kWidth> piece = LoadFloats<kWidth>(x + at * kWidth);
-    StoreFloats(out + at * kWidth, scaled(piece, LoadFloats<kWidth>(p.weight + at * kWidth)));
+    store(at, piece, LoadFloats<kWidth>(p.weight + at * kWidth));
+  }
+}
+
+inline constexpr int kValueThreads = 256;
+
+// One thread per value.
+__global__ void __launch_bounds__(kValueThreads) AddKernel(AddParams p) {
+  const int64_t at = static_cast<int64_t>(BlockIndexX()) * kValueThreads + ThreadIndexX();
+  if (at < p.count) {
+    StoreGlobal(p.out + at, LoadGlobal(p.out + at) + MulRounded(p.scale, LoadGlobal(p.x + at)));
+  }
+}
+
+// One thread per value.
+__global__ void __launch_bounds__(kValueThreads) SoftCapKernel(SoftCapParams p) {
+  const int64_t at = static_cast<int64_t>(BlockIndexX()) * kValueThreads + ThreadIndexX();
+  if (at < p.count) {
+    const float x = LoadGlobal(p.x + at) * p.scale;
+    StoreGlobal(p.x + at, p.cap == 0.f ? x : p.cap * tanhf(x / p.cap));
   }
 }
 
@@ -116,6 +151,13 @@ TM_DEVICE float ActivateGate(const GatedActivationParams& p, float gate, float u
     // the argument.
     const float cubic = MulRounded(0.044715f * gate * gate, gate);
     return gate * Sigmoid(kTwoSqrt2OverPi * (gate + cubic)) * up;
+  }
+  if (p.activation == Activation::kGelu) {
+    return 0.5f * gate * (1.f + erff(gate * 0.707106781f)) * up;
+  }
+  if (p.activation == Activation::kRelu2) {
+    const float positive = gate < 0.f ? 0.f : gate;  // NaN stays NaN
+    return positive * positive * up;
   }
   constexpr float kAlpha = 1.702f;
   const float g = gate > p.limit ? p.limit : gate;  // NaN stays NaN
@@ -133,10 +175,10 @@ __global__ void __launch_bounds__(kGateThreads) GatedActivationKernel(GatedActiv
   if (at >= p.dim) {
     return;
   }
-  const float* row = p.gate_up + 2 * static_cast<int64_t>(BlockIndexX()) * p.dim;
+  const float* row = p.gate_up + (p.gated ? 2 : 1) * static_cast<int64_t>(BlockIndexX()) * p.dim;
   Floats<kWidth> out;
   const int first = p.interleaved ? 2 * at : at;
-  const int second = p.interleaved ? first + kWidth : p.dim + at;
+  const int second = p.interleaved ? first + kWidth : (p.gated ? p.dim : 0) + at;
   const auto a = LoadFloats<kWidth>(row + first);
   const auto b = LoadFloats<kWidth>(row + second);
 #pragma unroll
@@ -148,7 +190,7 @@ __global__ void __launch_bounds__(kGateThreads) GatedActivationKernel(GatedActiv
       gate = half.v[2 * j % kWidth];
       up = half.v[(2 * j + 1) % kWidth];
     }
-    out.v[j] = ActivateGate(p, gate, up);
+    out.v[j] = ActivateGate(p, gate, p.gated ? up : 1.f);
   }
   StoreFloats(p.out + static_cast<int64_t>(BlockIndexX()) * p.dim + at, out);
 }

@@ -39,16 +39,26 @@ void CudaFillRope(const Context& ctx, const FillRopeParams& params) {
   Launch(FillRopeKernel, shape, ctx.stream, rope);
 }
 
-void CudaRmsNorm(const Context& ctx, const RmsNormParams& params) {
-  const bool wide = HasWideRows(params.dim, {params.x, params.weight, params.out});
+void CudaNorm(const Context& ctx, const NormParams& params) {
+  const bool wide = HasWideRows(params.dim, {params.x, params.weight, params.out, params.bias}) &&
+                    params.stride % 4 == 0;
   const int pieces = params.dim / (wide ? 4 : 1);
   const int num_warps =
       static_cast<int>(std::clamp<int64_t>(CeilDiv(pieces, 32 * kNormHeld), 1, kMaxNormWarps));
   const LaunchShape shape = {.grid_x = params.num_rows,
                              .threads = 32 * num_warps,
                              .shared_bytes = static_cast<size_t>(num_warps) * sizeof(float)};
-  Launch(wide ? RmsNormKernel<4> : RmsNormKernel<1>, shape, ctx.stream,
-         NormTask{params, num_warps});
+  Launch(wide ? NormKernel<4> : NormKernel<1>, shape, ctx.stream, NormTask{params, num_warps});
+}
+
+void CudaAdd(const Context& ctx, const AddParams& params) {
+  Launch(AddKernel, {.grid_x = CeilDiv(params.count, kValueThreads), .threads = kValueThreads},
+         ctx.stream, params);
+}
+
+void CudaSoftCap(const Context& ctx, const SoftCapParams& params) {
+  Launch(SoftCapKernel, {.grid_x = CeilDiv(params.count, kValueThreads), .threads = kValueThreads},
+         ctx.stream, params);
 }
 
 void CudaGatedActivation(const Context& ctx, const GatedActivationParams& params) {

@@ -10,7 +10,9 @@
 namespace turbomind::cuda {
 
 void CudaFillRope(const Context& ctx, const FillRopeParams& params);
-void CudaRmsNorm(const Context& ctx, const RmsNormParams& params);
+void CudaNorm(const Context& ctx, const NormParams& params);
+void CudaAdd(const Context& ctx, const AddParams& params);
+void CudaSoftCap(const Context& ctx, const SoftCapParams& params);
 void CudaGatedActivation(const Context& ctx, const GatedActivationParams& params);
 void CudaRouteExperts(const Context& ctx, const RouteExpertsParams& params);
 void CudaGroupRows(const Context& ctx, const GroupRowsParams& params);

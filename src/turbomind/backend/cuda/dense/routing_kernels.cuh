@@ -17,6 +17,39 @@ TM_DEVICE uint64_t ExpertKey(float logit, int expert) {
   return RankKey(IsNan(logit) ? -INFINITY : logit, expert);
 }
 
+// The highest logit of a token and the sum of exp(logit - highest).
+struct SoftmaxParts {
+  float highest = 0.f;
+  float sum = 1.f;
+};
+
+TM_DEVICE SoftmaxParts SoftmaxOf(const float* logits, int num_experts) {
+  const int lane = ThreadIndexX() & 31;
+  uint64_t key = 0;
+  for (int expert = lane; expert < num_experts; expert += 32) {
+    const uint64_t other = ExpertKey(LoadGlobal(logits + expert), expert);
+    key = other > key ? other : key;
+  }
+  SoftmaxParts parts;
+  parts.highest = LoadGlobal(logits + IdOfKey(MaxKeyInWarp(key)));
+  float sum = 0.f;
+  for (int expert = lane; expert < num_experts; expert += 32) {
+    sum += expf(LoadGlobal(logits + expert) - parts.highest);
+  }
+  parts.sum = AddInWarp(sum);
+  return parts;
+}
+
+// Return the value by which experts are selected. Without a bias the order of the logits is enough.
+TM_DEVICE float Choice(const RouteExpertsParams& p, const SoftmaxParts& softmax, float logit,
+                       int expert) {
+  if (p.bias == nullptr) {
+    return logit;
+  }
+  const float score = p.sigmoid ? Sigmoid(logit) : expf(logit - softmax.highest) / softmax.sum;
+  return score + LoadGlobal(p.bias + expert);
+}
+
 // One warp per token. It first finds the key of the token's last expert. It then writes the experts
 // with that key or a larger one, in the order of their ids.
 template <int kWarps>
@@ -27,37 +60,41 @@ __global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsPa
     return;
   }
   const float* logits = p.logits + token * p.num_experts;
+  const SoftmaxParts softmax =
+      p.bias != nullptr && !p.sigmoid ? SoftmaxOf(logits, p.num_experts) : SoftmaxParts{};
   uint64_t first = 0;
   uint64_t last = ~uint64_t{0};
   for (int rank = 0; rank < p.top_k; ++rank) {
     uint64_t next = 0;
 #pragma unroll 4
     for (int expert = lane; expert < p.num_experts; expert += 32) {
-      const uint64_t key = ExpertKey(LoadGlobal(logits + expert), expert);
+      const float logit = LoadGlobal(logits + expert);
+      const uint64_t key = ExpertKey(Choice(p, softmax, logit, expert), expert);
       next = key < last && key > next ? key : next;
     }
     last = MaxKeyInWarp(next);
     first = rank == 0 ? last : first;
   }
-  const float highest = LoadGlobal(logits + IdOfKey(first));
+  const float highest = p.bias == nullptr ? LoadGlobal(logits + IdOfKey(first)) : softmax.highest;
   float sum = 0.f;
   for (int expert = lane; expert < p.num_experts; expert += 32) {
     const float logit = LoadGlobal(logits + expert);
-    if (!p.normalize || ExpertKey(logit, expert) >= last) {
-      sum += expf(logit - highest);
+    if (!p.normalize || ExpertKey(Choice(p, softmax, logit, expert), expert) >= last) {
+      sum += p.sigmoid ? Sigmoid(logit) : expf(logit - highest);
     }
   }
-  sum = AddInWarp(sum);
+  sum = p.sigmoid && !p.normalize ? 1.f : AddInWarp(sum);
   int64_t out = token * p.top_k;
   for (int start = 0; start < p.num_experts; start += 32) {
     const int expert = start + lane;
     const float logit = expert < p.num_experts ? LoadGlobal(logits + expert) : 0.f;
-    const bool chosen = expert < p.num_experts && ExpertKey(logit, expert) >= last;
+    const bool chosen =
+        expert < p.num_experts && ExpertKey(Choice(p, softmax, logit, expert), expert) >= last;
     const uint32_t all = BallotInWarp(chosen);
     if (chosen) {
       const int64_t at = out + CountOnes(all & ((1u << lane) - 1));
       StoreGlobal(p.ids + at, expert);
-      StoreGlobal(p.weights + at, expf(logit - highest) / sum);
+      StoreGlobal(p.weights + at, (p.sigmoid ? Sigmoid(logit) : expf(logit - highest)) / sum);
     }
     out += CountOnes(all);
   }
@@ -146,7 +183,7 @@ __global__ void __launch_bounds__(kCombineThreads) CombineExpertsKernel(CombineE
   for (int64_t rank = first; rank < first + p.top_k; ++rank) {
     const int64_t slot = p.slots == nullptr ? rank : LoadGlobal(p.slots + rank);
     const auto y = LoadFloats<kWidth>(p.y + slot * p.dim + at);
-    const float given = LoadGlobal(p.weights + rank);
+    const float given = p.weights != nullptr ? LoadGlobal(p.weights + rank) : 1.f;
     const float weight = p.sigmoid ? Sigmoid(given) : given;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -154,10 +191,13 @@ __global__ void __launch_bounds__(kCombineThreads) CombineExpertsKernel(CombineE
     }
   }
   float* to = p.out + static_cast<int64_t>(BlockIndexX()) * p.dim + at;
-  auto out = LoadFloats<kWidth>(to);
+  Floats<kWidth> out = {};
+  if (p.accumulate) {
+    out = LoadFloats<kWidth>(to);
+  }
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
-    out.v[j] += sum.v[j];
+    out.v[j] += MulRounded(p.scale, sum.v[j]);
   }
   StoreFloats(to, out);
 }

@@ -92,7 +92,8 @@ struct ProcessRow {
   }
   TM_DEVICE void Load();
   TM_DEVICE void AddBias();
-  TM_DEVICE void Norm(const float* weight);
+  // `bias` is what the row in memory still lacks, or null.
+  TM_DEVICE void Norm(const float* weight, const float* bias);
   TM_DEVICE void Rotate();  // RoPE
   TM_DEVICE void SubtractMean();
   TM_DEVICE void DotMean();
@@ -129,10 +130,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::AddBias() {
 }
 
 template <int kRowLanes>
-TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight) {
-  const float* bias = op().bias != nullptr
-                          ? op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim
-                          : nullptr;
+TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight, const float* bias) {
   const float squares = SumInChains<kRowLanes>(at, [&](int i, float sum) {
     const float value = LoadGlobal(row + i) + (bias != nullptr ? LoadGlobal(bias + i) : 0.f);
     return fmaf(value, value, sum);
@@ -355,11 +353,18 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
   row.AddBias();
   if (kind != RowKind::kV) {
     const float* weight = kind == RowKind::kQ ? op.q_norm : op.k_norm;
-    if (weight != nullptr) {
-      row.Norm(weight);
+    if (weight != nullptr && !op.norm_after_rope) {
+      const int64_t first = static_cast<int64_t>(row.head_of_all()) * op.kv.head_dim;
+      row.Norm(weight, op.bias != nullptr ? op.bias + first : nullptr);
     }
     if (op.rope_cos != nullptr) {
       row.Rotate();
+    }
+    if (weight != nullptr && op.norm_after_rope) {
+      SyncWarp();
+      row.Store();
+      SyncWarp();
+      row.Norm(weight, nullptr);
     }
     if (kind == RowKind::kQ && op.k_mean != nullptr && op.q_dot_mean != nullptr) {
       row.DotMean();

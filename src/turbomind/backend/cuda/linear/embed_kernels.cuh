@@ -14,6 +14,7 @@ struct EmbedKernelParams {
   const int32_t* ids = nullptr;  // [gridDim.x]
   float* out = nullptr;          // [gridDim.x, cols]
   int cols = 0;
+  float scale = 1.f;  // factor of every value
 };
 
 inline constexpr int kEmbedThreads = 128;
@@ -73,6 +74,10 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
       values[2 * p] = fmaf(scale, BitsFloat(pair << 16), minimum);
       values[2 * p + 1] = fmaf(scale, BitsFloat(pair & 0xffff0000u), minimum);
     }
+  }
+#pragma unroll
+  for (float& value : values) {
+    value *= params.scale;
   }
   float* out = params.out + static_cast<int64_t>(BlockIndexX()) * params.cols + first;
   if (params.cols % kEmbedCols == 0) {

@@ -395,7 +395,7 @@ void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& pa
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
   const auto& table = static_cast<const CudaMatrix&>(*params.table);
   const EmbedKernelParams kernel = {table.data(), params.ids, params.out,
-                                    static_cast<int>(table.cols)};
+                                    static_cast<int>(table.cols), params.scale};
   const LaunchShape shape = {.grid_x = params.num_tokens,
                              .grid_y = CeilDiv(table.cols, kEmbedThreads * kEmbedCols),
                              .threads = kEmbedThreads};

@@ -332,7 +332,8 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
       SeenByRange<C>(task, range, task.first_row + kWarpRows * task.at.warp, kWarpRows);
   const PrefillParams& p = task.params;
   const float factor = range == 0 ? HeadScale(p.key_scale, task.kv_head()) : 1.f;
-  const float scale = p.softmax_scale * kLog2E * factor;
+  const float score_scale = p.softmax_scale * kLog2E * factor;
+  const float scale = p.score_cap != 0.f ? 1.f : score_scale;
   char* const stages = SharedMemory() + C::kQueryBytes;
   int stage = 0;
   SyncBlock();  // no thread still reads the stages
@@ -351,6 +352,13 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
     }
     Scores<C> scores;
     MultiplyKeys<C>(task.at, query, keys, scores);
+    if (p.score_cap != 0.f) {
+#pragma unroll
+      for (int i = 0; i < C::kRowTiles * C::kKeys / 8 * 4; ++i) {
+        float& score = scores[i / (C::kKeys / 8 * 4)][i / 4 % (C::kKeys / 8)][i % 4];
+        score = CapScore(score, score_scale, p.score_cap);
+      }
+    }
     if (first < mine.all.begin || first + kKeys > mine.all.end) {
       HideScores<C>(task, range, first, scores);
     }

@@ -186,6 +186,7 @@ PrefillParams ParamsOf(const Pass& pass) {
   out.first_head = pass.first_head;
   out.num_heads = pass.num_heads;
   out.softmax_scale = p.softmax_scale;
+  out.score_cap = p.score_cap;
   out.window = p.window;
   out.rule = p.rule;
   out.num_splits = pass.group.num_splits;

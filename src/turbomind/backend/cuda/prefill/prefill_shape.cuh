@@ -82,6 +82,7 @@ struct PrefillParams {
   int first_head = 0;  // the layer's KV head that comes first in the views
   int num_heads = 0;   // in the views
   float softmax_scale = 1.f;
+  float score_cap = 0.f;  // 0: none
   int window = 0;
   PrecisionWindow rule = {};
   // With more than one split, for each of them: o, not normalized, and (m, l) with m in units of

@@ -33,6 +33,22 @@ TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end
   return tile;
 }
 
+// Replaces the scores s of a tile, in units of `scale`, with cap * tanh(s / cap) in units of log2.
+// `cap` is in units of e. Hidden positions get some value, too.
+TM_HD void CapScores(float* scores, float scale, float cap) {
+  const F32x16 one = Set1(1.f);
+  const F32x16 largest = Set1(cap * kLog2E);
+  // tanh(x) = (1 - t) / (1 + t) for x >= 0 and t = 2^(-2 x log2(e)). `scale` contains log2(e).
+  const F32x16 factor = Set1(2.f * scale / cap);
+  const I32x16 sign = Set1Int(INT32_MIN);
+  for (int i = 0; i < kTileTokens; i += kLanes) {
+    const I32x16 x = Bits(Mul(Load(scores + i), factor));
+    const F32x16 t = Exp2(FromBits(Or(x, sign)));  // -|x|
+    const F32x16 tanh = Div(Sub(one, t), Add(one, t));
+    Store(scores + i, Mul(FromBits(Or(Bits(tanh), And(x, sign))), largest));
+  }
+}
+
 // Writes 2^(score - shift) to weights and returns the sum of the weights.
 TM_HD float StoreWeights(const TileScores& tile, float shift, float* weights) {
   const F32x16 lowered = Set1(shift);

@@ -98,6 +98,7 @@ struct View {
   SplitKernels kernels;
   float scale = 1.f;         // factor from sums to scores
   float value_scale = 1.f;   // factor of the weights of its values
+  float score_cap = 0.f;     // 0: none
   bool interleaved = false;  // order of its value lanes
 };
 
@@ -106,6 +107,7 @@ View OpenView(const KvHead& kv, int heads_index, const DecodeSplitsArgs& args) {
   view.kv = kv;
   view.kernels = FindKernels(*kv.layer, heads_index, args.exact);
   view.scale = ScoreScale(kv, args.softmax_scale);
+  view.score_cap = args.score_cap;
   view.value_scale = args.window16.layer != nullptr ? ValueScale(kv) : 1.f;
   view.interleaved = HasInterleavedValues(kv, args.exact);
   return view;
@@ -218,6 +220,10 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   float scale[kMaxHeads];
   for (int h = 0; h < heads.num_heads; ++h) {
     scale[h] = ScaleOfHead(view, heads, h);
+    if (view.score_cap != 0.f) {
+      CapScores(heads.scores + h * kTileTokens, scale[h], view.score_cap);
+      scale[h] = 1.f;
+    }
   }
   const bool rounds = view.kernels.rounds_weights;
   const bool all = seen.begin == 0 && seen.end == kTileTokens;

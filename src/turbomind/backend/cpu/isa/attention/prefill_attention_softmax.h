@@ -15,15 +15,25 @@ TM_HD float ScaleOfRow(const Block& b, const View& view, int row) {
   return view.fns.round != nullptr ? view.scale * b.q_scale[row] : view.scale;
 }
 
+// Caps the row's scores if the model does, and returns the factor from sums to scores.
+inline float ScoreScaleOfRow(const Block& b, const View& view, int row) {
+  const float scale = ScaleOfRow(b, view, row);
+  if (b.args->score_cap == 0.f) {
+    return scale;
+  }
+  CapScores(b.scores + row * kTileTokens, scale, b.args->score_cap);
+  return 1.f;
+}
+
 inline void UpdateRow(const Block& b, const View& view, int tile, int row) {
   const Seen seen = SeenByRow(b, view, tile, row);
   float* scores = b.scores + row * kTileTokens;
-  const float scale = ScaleOfRow(b, view, row);
   if (seen.begin >= seen.end) {
     b.old[row] = 1.f;
     b.tile[row] = 0.f;
     __builtin_memset(scores, 0, kTileTokens * sizeof(float));
   } else {
+    const float scale = ScoreScaleOfRow(b, view, row);
     UpdateOneRow({scores, &scale, b.state + row, b.old + row, b.tile + row, view.value_scale}, seen,
                  view.fns.rounds_weights);
   }
@@ -36,7 +46,7 @@ inline int UpdateRowsInFours(const Block& b, const View& view) {
   for (; row + 4 <= b.rows; row += 4) {
     float scale[4];
     for (int r = 0; r < 4; ++r) {
-      scale[r] = ScaleOfRow(b, view, row + r);
+      scale[r] = ScoreScaleOfRow(b, view, row + r);
     }
     UpdateRows<4>({b.scores + row * kTileTokens, scale, b.state + row, b.old + row, b.tile + row,
                    view.value_scale});

@@ -1,4 +1,4 @@
-// ⑥⑦ RMSNorm and gated activations of one row, with the same bits in every instruction set. They
+// ⑥⑦ Norms, activations and soft caps of one row, with the same bits in every instruction set. They
 // use the lanes of simd.h, or loops over lanes that the compiler vectorizes, without contraction.
 
 #include "turbomind/backend/cpu/isa/dense/dense.h"
@@ -36,16 +36,39 @@ TM_HD F32x16 Sigmoid(F32x16 x) {
   return Div(one, Add(one, Exp(Mul(x, Set1(-1.f)))));
 }
 
-TM_HD float SumOfSquares(const float* x, int dim) {
+// Returns tanh(x) = 1 - 2 / (exp(2x) + 1), with an absolute error below 2e-7.
+TM_HD F32x16 Tanh(F32x16 x) {
+  const F32x16 one = Set1(1.f);
+  return Sub(one, Div(Set1(2.f), Add(Exp(Mul(x, Set1(2.f))), one)));
+}
+
+// Returns erf(x) by formula 7.1.26 of Abramowitz and Stegun, with an absolute error below 2e-7.
+TM_HD F32x16 Erf(F32x16 x) {
+  const F32x16 one = Set1(1.f);
+  const F32x16 size = Max(x, Mul(x, Set1(-1.f)));
+  const F32x16 t = Div(one, Add(one, Mul(Set1(0.3275911f), size)));
+  F32x16 p = Set1(1.061405429f);
+  constexpr float kTerms[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+  for (const float term : kTerms) {
+    p = Add(Mul(p, t), Set1(term));
+  }
+  const F32x16 tail = Mul(Mul(p, t), Exp(Mul(Mul(size, size), Set1(-1.f))));
+  const F32x16 erf = Sub(one, tail);
+  return FromBits(Or(Bits(erf), And(Bits(x), Set1Int(INT32_MIN))));
+}
+
+// Returns the sum of fn(x[i]) in one fixed order.
+template <class Fn>
+TM_HD float SumLanes(const float* x, int dim, Fn fn) {
   float lanes[kSums] = {};
   int i = 0;
   for (; i + kSums <= dim; i += kSums) {
     for (int j = 0; j < kSums; ++j) {
-      lanes[j] += x[i + j] * x[i + j];
+      lanes[j] += fn(x[i + j]);
     }
   }
   for (int j = 0; i + j < dim; ++j) {
-    lanes[j] += x[i + j] * x[i + j];
+    lanes[j] += fn(x[i + j]);
   }
   for (int width = kSums / 2; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) {
@@ -68,12 +91,17 @@ TM_HD GateAndUp ReadPairs(const float* in) {
 template <class Fn>
 TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   const int64_t dim = params.dim;
-  const float* in = params.gate_up + 2 * row * dim;
+  const float* in = params.gate_up + (params.gated ? 2 : 1) * row * dim;
   float* out = params.out + row * dim;
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
-    const GateAndUp x =
-        params.interleaved ? ReadPairs(in + 2 * i) : GateAndUp{Load(in + i), Load(in + dim + i)};
+    GateAndUp x = {Zero(), Set1(1.f)};
+    if (params.interleaved) {
+      x = ReadPairs(in + 2 * i);
+    } else {
+      x.gate = Load(in + i);
+      x.up = params.gated ? Load(in + dim + i) : x.up;
+    }
     Store(out + i, fn(x.gate, x.up));
   }
   const int rest = static_cast<int>(dim - i);
@@ -84,7 +112,10 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   float up[kLanes] = {};
   for (int k = 0; k < rest; ++k) {
     gate[k] = params.interleaved ? in[2 * (i + k)] : in[i + k];
-    up[k] = params.interleaved ? in[2 * (i + k) + 1] : in[dim + i + k];
+    up[k] = 1.f;
+    if (params.gated) {
+      up[k] = params.interleaved ? in[2 * (i + k) + 1] : in[dim + i + k];
+    }
   }
   Store(gate, fn(Load(gate), Load(up)));
   __builtin_memcpy(out + i, gate, rest * sizeof(float));
@@ -92,11 +123,52 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
 
 }  // namespace
 
-void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* out) {
-  const float mean = SumOfSquares(x, dim) / static_cast<float>(dim);
-  const float scale = 1.f / __builtin_sqrtf(mean + eps);
-  for (int i = 0; i < dim; ++i) {
-    out[i] = x[i] * scale * weight[i];
+void NormRow(const NormParams& params, int64_t row) {
+  const int dim = params.dim;
+  const float* x = params.x + row * params.Stride();
+  float* out = params.out + row * params.Stride();
+  const float* weight = params.weight;
+  const float count = static_cast<float>(dim);
+  float mean = 0.f;
+  float squares;
+  if (params.centered) {
+    mean = SumLanes(x, dim, [](float v) { return v; }) / count;
+    squares = SumLanes(x, dim, [mean](float v) { return (v - mean) * (v - mean); });
+  } else {
+    squares = SumLanes(x, dim, [](float v) { return v * v; });
+  }
+  const float scale = 1.f / __builtin_sqrtf(squares / count + params.eps);
+  if (params.centered) {
+    for (int i = 0; i < dim; ++i) {
+      out[i] = (x[i] - mean) * scale * weight[i];
+    }
+  } else {
+    for (int i = 0; i < dim; ++i) {
+      out[i] = x[i] * scale * weight[i];
+    }
+  }
+  if (params.bias != nullptr) {
+    for (int i = 0; i < dim; ++i) {
+      out[i] += params.bias[i];
+    }
+  }
+}
+
+void SoftCapRange(const SoftCapParams& params, int64_t begin, int64_t end) {
+  const auto capped = [&params](F32x16 x) {
+    const F32x16 scaled = Mul(x, Set1(params.scale));
+    return params.cap == 0.f ? scaled
+                             : Mul(Tanh(Mul(scaled, Set1(1.f / params.cap))), Set1(params.cap));
+  };
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    Store(params.x + i, capped(Load(params.x + i)));
+  }
+  if (i < end) {
+    float rest[kLanes] = {};
+    __builtin_memcpy(rest, params.x + i, static_cast<size_t>(end - i) * sizeof(float));
+    Store(rest, capped(Load(rest)));
+    __builtin_memcpy(params.x + i, rest, static_cast<size_t>(end - i) * sizeof(float));
   }
 }
 
@@ -110,6 +182,16 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
         const F32x16 cube = Mul(Mul(Mul(Set1(0.044715f), g), g), g);
         const F32x16 two_u = Mul(Set1(1.59576912f), Add(g, cube));  // 2 sqrt(2 / pi)
         return Mul(Mul(g, Sigmoid(two_u)), up);
+      });
+    case Activation::kGelu:
+      return Gate(params, row, [](F32x16 g, F32x16 up) {
+        const F32x16 erf = Erf(Mul(g, Set1(0.707106781f)));
+        return Mul(Mul(Mul(g, Set1(0.5f)), Add(Set1(1.f), erf)), up);
+      });
+    case Activation::kRelu2:
+      return Gate(params, row, [](F32x16 g, F32x16 up) {
+        const F32x16 positive = Max(g, Zero());
+        return Mul(Mul(positive, positive), up);
       });
     case Activation::kClampedSwiglu:
       return Gate(params, row, [limit = params.limit](F32x16 gate, F32x16 up) {
@@ -128,7 +210,8 @@ void FillDenseKernels(CpuDenseKernels& kernels) {
   kernels.panel_bytes = FullPanelBytes;
   kernels.multiply = Multiply;
   kernels.scratch_bytes = MultiplyScratchBytes;
-  kernels.rms_norm = RmsNormRow;
+  kernels.norm = NormRow;
+  kernels.soft_cap = SoftCapRange;
   kernels.gated_activation = GatedActivationRow;
 }
 

@@ -6,7 +6,8 @@
 
 namespace turbomind::TM_ISA {
 
-void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* out);
+void NormRow(const NormParams& params, int64_t row);
+void SoftCapRange(const SoftCapParams& params, int64_t begin, int64_t end);
 void GatedActivationRow(const GatedActivationParams& params, int64_t row);
 
 }  // namespace turbomind::TM_ISA

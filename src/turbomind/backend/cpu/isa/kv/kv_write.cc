@@ -78,11 +78,14 @@ TM_HD float* PrepareHead(const TokenRows& t, int head, const float* norm, bool r
   if (p.bias != nullptr) {
     AddBias(x, p.bias + static_cast<int64_t>(head) * n, n);
   }
-  if (norm != nullptr) {
+  if (norm != nullptr && !p.norm_after_rope) {
     NormRow(x, norm, n, p.norm_eps);
   }
   if (rotate && t.cos != nullptr) {
     RotateRow(x, t.cos, t.sin, p.rope_dim / 2);
+  }
+  if (norm != nullptr && p.norm_after_rope) {
+    NormRow(x, norm, n, p.norm_eps);
   }
   return x;
 }

@@ -1,0 +1,92 @@
+"""The text part of a checkpoint that also reads pictures. The vision part is not loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.tensor_file import SUPPORTED_FORMATS, StoredTensor, TensorFile
+
+logger = logging.getLogger("lmdeploy")
+
+# Architectures with pictures, and the model_type of their text part → its architecture.
+TEXT_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+    "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": "Qwen2ForCausalLM"},
+    "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+    "LlavaForConditionalGeneration": {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+    },
+    "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+}
+_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
+# Keys of the whole model that hold for its text part unless that has its own.
+_SHARED_KEYS = (
+    "quantization_config",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+def has_vision(architecture: str) -> bool:
+    """Return whether the architecture has a text part that can be loaded."""
+    return architecture in TEXT_ARCHITECTURES
+
+
+def text_config(values: Mapping[str, Any], architecture: str, *, source: str) -> dict[str, Any]:
+    """Return the config.json of the text part. Raise ModelFormatError for an unknown one.
+
+    Older folders of Qwen-VL have the text keys beside the vision keys.
+    """
+    known = TEXT_ARCHITECTURES[architecture]
+    inner = values.get("text_config")
+    if not isinstance(inner, dict):
+        inner = {key: value for key, value in values.items() if key != "vision_config"}
+        model_type = next(iter(known))
+    else:
+        # Some published folders omit it. The architecture then has only one kind of text part.
+        model_type = str(inner.get("model_type") or next(iter(known)))
+    if model_type not in known:
+        raise ModelFormatError(
+            f"{source}: text_config.model_type is {model_type[:40]!r}. It must be one of "
+            f"{', '.join(known)}."
+        )
+    shared = {key: values[key] for key in _SHARED_KEYS if key in values}
+    logger.info("%s: only the text part of %s is loaded.", source, architecture)
+    return {**shared, **inner, "architectures": [known[model_type]]}
+
+
+class TextFile:
+    """The tensors of the text part, under the names of a model without pictures."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        self._stored = {text: name for name in file.names if (text := _text_name(name)) is not None}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all tensors of the text part."""
+        return list(self._stored)
+
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """Return a tensor. Raise ModelFormatError for another format or more dimensions."""
+        return self._file.tensor(self._stored[name], max_dims=max_dims, formats=formats)
+
+
+def _text_name(name: str) -> str | None:
+    """Return the name in a text model, or None for a tensor of the vision part."""
+    if name.removeprefix("model.").startswith(_VISION_PREFIXES):
+        return None
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")

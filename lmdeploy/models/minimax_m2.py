@@ -1,0 +1,46 @@
+"""MiniMax-M2: norms of q and k over all heads, partial RoPE, experts chosen by sigmoids."""
+
+from dataclasses import replace
+
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import MoeSettings
+from lmdeploy.models.experts import HF_MIXTRAL, HF_STACKED, Experts, TensorLocation, local_experts
+from lmdeploy.models.family import HF_QK_NORM, HF_TENSORS, ModelFamily, Ropes
+from lmdeploy.models.rope import rope_from_hf
+from lmdeploy.models.structure import NormSettings, Structure
+
+
+def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
+    return replace(local_experts(config, num_layers), sigmoid=True)
+
+
+def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
+    """Return the RoPE, which turns `rotary_dim` values of a head if that is set."""
+    rope = rope_from_hf(config, max_position)
+    if config.has("rotary_dim"):
+        rope = replace(rope, dim=config.integer("rotary_dim", high=config.integer("head_dim")))
+    return (rope,), ()
+
+
+def _bias(block: str) -> dict[str, TensorLocation]:
+    return {
+        "router.score_bias": TensorLocation(f"model.layers.{{i}}.{block}.e_score_correction_bias")
+    }
+
+
+FAMILY = ModelFamily(
+    name="minimax_m2",
+    models="MiniMax-M2",
+    differs="experts by sigmoids with a bias, norms of q and k over all heads, partial RoPE",
+    hf_architectures=("MiniMaxM2ForCausalLM",),
+    gguf_architectures=(),
+    hf_tensors={**HF_TENSORS, **HF_QK_NORM},
+    hf_defaults={"head_dim": 128, "rope_theta": 5e6},
+    structure=lambda config: Structure(norm=NormSettings(qk_all_heads=True)),
+    ropes=_ropes,
+    experts=Experts(
+        settings=_settings,
+        hf=({**HF_MIXTRAL, **_bias("block_sparse_moe")}, {**HF_STACKED, **_bias("mlp")}),
+        gguf=(),
+    ),
+)

@@ -1,0 +1,59 @@
+"""What a decoder computes differently from Llama, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import ModelConfig, NormConfig
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """Where a layer normalizes. A branch is attention or the feed-forward."""
+
+    centered: bool = False  # LayerNorm instead of RMSNorm
+    inputs: bool = True  # before each branch
+    outputs: bool = False  # after each branch, before it is added to the residual
+    qk_all_heads: bool = False  # q_norm and k_norm cover all heads together
+    qk_after_rope: bool = False  # q_norm and k_norm follow RoPE
+
+    def to_engine(self) -> NormConfig:
+        """Return the engine's form of these settings."""
+        from lmdeploy._turbomind import NormConfig
+
+        config = NormConfig()
+        for name in ("centered", "inputs", "outputs", "qk_all_heads", "qk_after_rope"):
+            setattr(config, name, getattr(self, name))
+        return config
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Structural options of a decoder. The defaults are those of Llama."""
+
+    softmax_scale: float = 0.0  # 0 means 1 / sqrt(head_dim)
+    attention_cap: float = 0.0  # soft cap of attention scores; 0 means none
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of each branch
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # soft cap of the scaled logits; 0 means none
+    parallel: bool = False  # both branches read the same normalized values
+    gated: bool = True  # the dense feed-forward has a gate
+    norm: NormSettings = field(default_factory=NormSettings)
+
+    def apply(self, config: ModelConfig) -> None:
+        """Set the options of the engine's config."""
+        for name in (
+            "softmax_scale",
+            "attention_cap",
+            "embedding_scale",
+            "residual_scale",
+            "logit_scale",
+            "logit_cap",
+            "parallel",
+            "gated",
+        ):
+            setattr(config, name, getattr(self, name))
+        config.norm = self.norm.to_engine()

@@ -1,0 +1,311 @@
+"""Tests of logits and greedy tokens against transformers in FP32: every structure and family."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import EngineRun
+from parity import (
+    MAX_RELATIVE_ERROR,
+    NUM_GREEDY,
+    prompt,
+    reference_greedy,
+    reference_logits,
+    relative_error,
+)
+from reference.codecs import MODES, round_trip
+from reference.quality import rotate_rows
+from safetensors.numpy import load_file, save_file
+from tiny_families import FAMILY_MODELS
+from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
+from transformers import DynamicCache
+
+from lmdeploy import Pipeline, TurbomindEngineConfig
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.open import open_checkpoint
+from lmdeploy.models import FAMILIES
+
+# Families that have no tiny model of their own, and why.
+_COVERED_ELSEWHERE = {
+    "gpt_oss": "test_parity_moe.py",
+    "mixtral": "test_parity_moe.py",
+    "qwen2_moe": "test_parity_moe.py",
+    "qwen3_moe": "test_parity_moe.py",
+    "internlm2": "below: transformers has no InternLM2",
+    "internlm3": "below: transformers has no InternLM3",
+}
+
+
+def _by_name(name: str) -> TinyModel:
+    return next(tiny for tiny in FAMILY_MODELS if tiny.name == name)
+
+
+def _error(folder: Path, wanted: np.ndarray, ids: list[int], **options: Any) -> float:
+    with EngineRun(str(folder), exact=True, session_len=512, **options) as run:
+        return relative_error(run.logits(ids), wanted)
+
+
+@pytest.mark.parametrize("tiny", FAMILY_MODELS, ids=lambda tiny: tiny.name)
+def test_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
+    model = make_model(tiny)
+    folder, ids = save_model(model, tmp_path), prompt()
+    session_len = 256 if "longrope" in tiny.name else 512
+    wanted = reference_logits(model, ids)
+    with EngineRun(str(folder), exact=True, session_len=session_len) as run:
+        error = relative_error(run.logits(ids), wanted)
+        print(f"{tiny.name}: relative error {error:.2e}")
+        assert error <= MAX_RELATIVE_ERROR
+        assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
+    with EngineRun(str(folder), exact=True, session_len=session_len, max_prefill=512) as run:
+        assert relative_error(run.logits(ids), wanted) <= MAX_RELATIVE_ERROR  # in one step
+
+
+def test_every_family_is_compared_with_a_reference() -> None:
+    architectures = {f"{tiny.architecture}ForCausalLM" for tiny in (*FAMILY_MODELS, *TINY_MODELS)}
+    for family in FAMILIES:
+        compared = architectures & set(family.hf_architectures)
+        assert compared or family.name in _COVERED_ELSEWHERE, family.name
+
+
+def test_longrope_uses_the_long_factors_for_long_sessions(tmp_path: Path) -> None:
+    # transformers chooses by the length of the text, and the engine by that of the session.
+    tiny = _by_name("phi3-longrope-partial")
+    model = make_model(tiny)
+    folder, ids = save_model(model, tmp_path), prompt(320)
+    assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
+
+
+# One mistake for each structure: a family and a change of its config.json, or of its tensors.
+_MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention soft cap": ("gemma2", {"attn_logit_softcapping": None}),
+    "logit soft cap": ("gemma2", {"final_logit_softcapping": None}),
+    "softmax scale": ("gemma2", {"query_pre_attn_scalar": 64}),
+    "RoPE by layer": (
+        "gemma3",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "layers without RoPE": ("smollm3", {"no_rope_layers": [0, 1, 0, 1]}),
+    "embedding factor": ("granite", {"embedding_multiplier": 1.0}),
+    "branch factor": ("granite", {"residual_multiplier": 0.23}),
+    "logit factor": ("granite", {"logits_scaling": 4.01}),
+    "partial RoPE": ("glm4-moe", {"partial_rotary_factor": 0.25}),
+    "routed factor": ("glm4-moe", {"routed_scaling_factor": 1.0}),
+    "first dense layers": ("glm4-moe", {"norm_topk_prob": False}),
+    "LayerNorm": ("cohere", {"layer_norm_eps": 1e-2}),
+    "windows": ("cohere2", {"sliding_window": 25}),
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_planted_mistake_in_the_config_is_detected(mistake: str, tmp_path: Path) -> None:
+    name, change = _MISTAKES[mistake]
+    model = make_model(_by_name(name))
+    folder, ids = save_model(model, tmp_path), prompt(80)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if "partial_rotary_factor" in change:
+        config["rope_parameters"].update(change)
+    else:
+        config.update(change)
+    path.write_text(json.dumps(config))
+    assert _error(folder, reference_logits(model, ids), ids) > 3 * MAX_RELATIVE_ERROR
+
+
+# Tensors whose exchange or change must show: (family, a part of the name, another or "").
+_TENSOR_MISTAKES = {
+    "norm order": ("glm4", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    "norm without inputs": ("olmo2", "post_attention_layernorm", "post_feedforward_layernorm"),
+    "norm of all heads": ("olmo2", "q_norm", ""),
+    "norm after RoPE": ("hunyuan", "query_layernorm", ""),
+    "selection bias": ("glm4-moe", "e_score_correction_bias", ""),
+    "norm bias": ("starcoder2", "input_layernorm.bias", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", _TENSOR_MISTAKES)
+def test_a_planted_mistake_in_a_tensor_is_detected(mistake: str, tmp_path: Path) -> None:
+    name, part, other = _TENSOR_MISTAKES[mistake]
+    model = make_model(_by_name(name))
+    folder, ids = save_model(model, tmp_path), prompt(80)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    found = [key for key in tensors if part in key]
+    assert found
+    for key in found:
+        if other:
+            twin = key.replace(part, other)
+            tensors[key], tensors[twin] = tensors[twin], tensors[key]
+        else:
+            tensors[key] = np.ascontiguousarray(tensors[key][..., ::-1])
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert _error(folder, reference_logits(model, ids), ids) > 3 * MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("cohere", {"use_qk_norm": True}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("glm4-moe", {"n_group": 2}),
+        ("ernie4-5-moe", {"use_bias": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_config_key_that_is_not_built_is_refused(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(make_model(_by_name(name)), tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelFormatError, match=rf"{next(iter(change))} is "):
+        open_checkpoint(folder)
+
+
+def _as_internlm2(folder: Path, config: dict[str, Any]) -> None:
+    """Rewrite a folder of Llama with the names of InternLM2 and its packed q, k and v."""
+    path = folder / "model.safetensors"
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    tensors = load_file(path)
+    kv_heads, dim = config["num_key_value_heads"], config["head_dim"]
+    for layer in range(config["num_hidden_layers"]):
+        base = f"model.layers.{layer}"
+        parts = [
+            tensors.pop(f"{base}.self_attn.{x}_proj.weight").reshape(kv_heads, -1, dim, 64)
+            for x in "qkv"
+        ]
+        packed = np.concatenate(parts, axis=1).reshape(-1, 64)
+        tensors[f"{base}.attention.wqkv.weight"] = packed
+    for old, new in names.items():
+        tensors = {key.replace(old, new): value for key, value in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    config["architectures"] = ["InternLM2ForCausalLM"]
+
+
+def test_internlm2_equals_the_llama_with_its_weights(tmp_path: Path) -> None:
+    model = make_model(TINY_MODELS[0])
+    folder, ids = save_model(model, tmp_path), prompt(80)
+    config = json.loads((folder / "config.json").read_text())
+    _as_internlm2(folder, config)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
+
+
+def test_internlm3_equals_the_llama_with_its_biases(tmp_path: Path) -> None:
+    model = make_model(next(tiny for tiny in TINY_MODELS if tiny.name == "llama-bias"))
+    folder, ids = save_model(model, tmp_path), prompt(80)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
+    path.write_text(json.dumps(config))
+    assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
+
+
+# Largest mean difference, relative to the spread of the logits. Most are 1e-6. Where rounding noise
+# moves a cached value over a rounding border, its code differs by one step: up to 2.3e-3.
+_STORED_MEAN = 5e-3
+
+
+class _StoredRows(DynamicCache):
+    """Keys and values as attention reads them from a cache of a format."""
+
+    def __init__(self, mode: str, *, rotated: bool) -> None:
+        super().__init__()
+        self._mode, self._rotated = mode, rotated
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self._stored(key_states, rotated=self._rotated)
+        values = self._stored(value_states, rotated=False)
+        return super().update(keys, values, layer_idx, *args)
+
+    def _stored(self, states: torch.Tensor, *, rotated: bool) -> torch.Tensor:
+        rows = states.numpy().reshape(-1, states.shape[-1])
+        rows = rotate_rows(rows.astype(np.float64)).astype(np.float32) if rotated else rows
+        read = round_trip(self._mode, rows, dtype="float32")
+        read = rotate_rows(read.astype(np.float64)).astype(np.float32) if rotated else read
+        return torch.from_numpy(np.ascontiguousarray(read)).reshape(states.shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "smollm3", "glm4-moe", "olmo2", "exaone4"])
+def test_every_kv_format_equals_the_reference(name: str, mode: str, tmp_path: Path) -> None:
+    # Rotation of K works with partial RoPE and without RoPE, and windows alternate by layer.
+    model = make_model(_by_name(name))
+    folder, ids = save_model(model, tmp_path), prompt(100)
+    for rotated in (False, True):
+        cache = _StoredRows(mode, rotated=rotated)
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids]), past_key_values=cache).logits[0].numpy()
+        with EngineRun(str(folder), exact=True, kv_format=mode, rotated=rotated) as run:
+            difference = np.abs(run.logits(ids) - wanted) / wanted.std()
+        print(f"{name} {mode} {rotated=}: mean {difference.mean():.1e}, max {difference.max():.1e}")
+        assert difference.mean() <= _STORED_MEAN
+
+
+def test_the_tolerance_of_stored_values_detects_another_format(tmp_path: Path) -> None:
+    model = make_model(_by_name("exaone4"))
+    folder, ids = save_model(model, tmp_path), prompt(100)
+    with EngineRun(str(folder), exact=True, kv_format="int4") as run:
+        got = run.logits(ids)
+    for mode, rotated in (("nvfp4", False), ("int4", True)):
+        cache = _StoredRows(mode, rotated=rotated)
+        with torch.no_grad():
+            other = model(torch.tensor([ids]), past_key_values=cache).logits[0].numpy()
+        assert (np.abs(got - other) / other.std()).mean() > 4 * _STORED_MEAN
+
+
+def test_gemma3_with_pictures_loads_its_text_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(_by_name("gemma3"))
+    folder, ids = save_model(model, tmp_path), prompt(80)
+    path = folder / "model.safetensors"
+    tensors = {f"language_model.{key}": value for key, value in load_file(path).items()}
+    tensors["vision_tower.encoder.weight"] = np.zeros((4, 4), np.float32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    outer = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {**text, "model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 4},
+    }
+    (folder / "config.json").write_text(json.dumps(outer))
+    with caplog.at_level("INFO", logger="lmdeploy"):
+        assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
+    assert "only the text part of Gemma3ForConditionalGeneration is loaded" in caplog.text
+
+
+def test_prefix_hits_preserve_the_answer_with_several_ropes(tmp_path: Path) -> None:
+    folder = save_model(make_model(_by_name("gemma3")), tmp_path)
+    config = TurbomindEngineConfig(exact=True, session_len=512, enable_prefix_caching=True)
+    ids = prompt(140)
+    with Pipeline(str(folder), config) as pipe:
+        first, second = (pipe.get_ppl(ids) for _ in range(2))
+        assert first == second
+
+
+def test_a_family_with_a_fused_matrix_reports_its_shape(tmp_path: Path) -> None:
+    tiny = replace(_by_name("phi3-window"), settings={"pad_token_id": 0})
+    folder = save_model(make_model(tiny), tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    key = "model.layers.0.self_attn.qkv_proj.weight"
+    tensors[key] = np.ascontiguousarray(tensors[key][:-1])
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelFormatError, match=r"qkv_proj\.weight has shape \[511, 64\].*512"):
+        open_checkpoint(folder)

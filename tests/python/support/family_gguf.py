@@ -1,0 +1,190 @@
+"""Write GGUF files of tiny models of many families, under the names of the gguf package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_gguf import finish_gguf, interleave, write_tokenizer
+from tiny_models import TinyModel
+
+_WINDOW = {"attention.sliding_window": 24}
+_GRANITE = {
+    "attention.scale": 0.05,
+    "embedding_scale": 6.0,
+    "residual_scale": 0.22,
+    "logit_scale": 4.0,
+}
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A tiny model, its GGUF architecture, and the keys that a converter writes for it."""
+
+    tiny: TinyModel
+    arch: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    permuted: bool = False  # the converter stores q and k in pairs
+    norm_offset: float = 0.0  # the converter adds it
+
+
+def _tiny(name: str, architecture: str, settings: dict[str, Any], **options: Any) -> TinyModel:
+    return TinyModel(name, architecture, {"pad_token_id": 0, **settings}, **options)
+
+
+_GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+_SHORT = [1.0 + 0.05 * i for i in range(32)]
+_LONG = [2.0 + 0.1 * i for i in range(32)]
+GGUF_MODELS = (
+    GgufModel(
+        _tiny("gemma2", "Gemma2", {**_GEMMA, "attn_logit_softcapping": 5.0}),
+        "gemma2",
+        {**_WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+        norm_offset=1.0,
+    ),
+    GgufModel(
+        _tiny(
+            "gemma3",
+            "Gemma3",
+            {
+                **_GEMMA,
+                "num_hidden_layers": 7,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            config="Gemma3Text",
+        ),
+        "gemma3",
+        {
+            **_WINDOW,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+        norm_offset=1.0,
+    ),
+    GgufModel(_tiny("smollm3", "SmolLM3", {"num_hidden_layers": 4}), "smollm3", permuted=True),
+    GgufModel(
+        _tiny(
+            "granite",
+            "Granite",
+            {
+                "embedding_multiplier": 6.0,
+                "residual_multiplier": 0.22,
+                "attention_multiplier": 0.05,
+                "logits_scaling": 4.0,
+            },
+        ),
+        "granite",
+        _GRANITE,
+        permuted=True,
+    ),
+    GgufModel(_tiny("phi3", "Phi3", {"sliding_window": None}), "phi3"),
+    GgufModel(
+        _tiny(
+            "phi3-longrope",
+            "Phi3",
+            {"hidden_size": 256, "max_position_embeddings": 600},
+            rope={
+                "rope_type": "longrope",
+                "short_factor": _SHORT,
+                "long_factor": _LONG,
+                "original_max_position_embeddings": 300,
+                "attention_factor": 1.1,
+            },
+        ),
+        "phi3",
+        {"rope.scaling.original_context_length": 300, "rope.scaling.attn_factor": 1.1},
+    ),
+    GgufModel(_tiny("glm", "Glm", {}), "chatglm", {"rope.dimension_count": 32}),
+    GgufModel(_tiny("glm4", "Glm4", {}), "glm4", {"rope.dimension_count": 32}),
+    GgufModel(_tiny("olmo2", "Olmo2", {}), "olmo2"),
+    GgufModel(
+        _tiny(
+            "exaone4",
+            "Exaone4",
+            {"num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 4},
+        ),
+        "exaone4",
+        _WINDOW,
+    ),
+    GgufModel(_tiny("seed-oss", "SeedOss", {}), "seed_oss"),
+    GgufModel(_tiny("ernie4-5", "Ernie4_5", {}), "ernie4_5"),
+    GgufModel(_tiny("hunyuan", "HunYuanDenseV1", {}), "hunyuan-dense"),
+    GgufModel(
+        _tiny("cohere", "Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+        "command-r",
+        {"logit_scale": 0.25},
+    ),
+    GgufModel(
+        _tiny(
+            "cohere2",
+            "Cohere2",
+            {
+                "hidden_size": 256,
+                "num_hidden_layers": 4,
+                "logit_scale": 0.25,
+                "sliding_window": 24,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "cohere2",
+        {**_WINDOW, "logit_scale": 0.25},
+    ),
+    GgufModel(_tiny("starcoder2", "Starcoder2", {"tie_word_embeddings": True}), "starcoder2"),
+    GgufModel(_tiny("arcee", "Arcee", {}), "arcee", permuted=True),
+    GgufModel(
+        _tiny("nemotron", "Nemotron", {}, rope={"partial_rotary_factor": 0.5}),
+        "nemotron",
+        {"rope.dimension_count": 32},
+        norm_offset=1.0,
+    ),
+)
+
+
+def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
+    """Write the model's tensors in FP32, in the order and under the names of llama.cpp."""
+    import gguf
+
+    config = model.config
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == made.arch)
+    writer = gguf.GGUFWriter(path, made.arch)
+    layers = config.num_hidden_layers
+    writer.add_block_count(layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        names = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+        writer.add_layer_norm_eps(next(getattr(config, n) for n in names if hasattr(config, n)))
+    if "rope.freq_base" not in made.keys:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in made.keys.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add[type(value)](f"{made.arch}.{key}", value)
+    write_tokenizer(writer)
+    if "longrope" in made.tiny.name:
+        writer.add_tensor("rope_factors_short.weight", np.array(_SHORT, np.float32))
+        writer.add_tensor("rope_factors_long.weight", np.array(_LONG, np.float32))
+    tensor_names = gguf.get_tensor_name_map(arch, layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        stored = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if name.endswith("norm.weight"):
+            values = values + np.float32(made.norm_offset)
+        num_heads = heads.get(name.split(".")[-2], 0) if made.permuted else 0
+        writer.add_tensor(stored, interleave(values, num_heads) if num_heads else values)
+    finish_gguf(writer)

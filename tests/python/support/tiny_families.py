@@ -1,0 +1,148 @@
+"""Tiny random checkpoints of the families whose structure differs from Llama's."""
+
+from __future__ import annotations
+
+from tiny_models import TinyModel
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [2.0 + 0.3 * i for i in range(16)],
+    "original_max_position_embeddings": 300,
+}
+_BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_WINDOWS = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA = {
+    "num_hidden_layers": 3,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 50,
+    "tie_word_embeddings": True,
+    "layer_types": _WINDOWS,
+}
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 4.0,
+}
+_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+
+FAMILY_MODELS = (
+    TinyModel(
+        "gemma2",
+        "Gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    TinyModel("gemma3", "Gemma3", {**_GEMMA, "rope_parameters": _BY_TYPE}, config="Gemma3Text"),
+    TinyModel(
+        "smollm3",
+        "SmolLM3",
+        {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0},
+    ),
+    TinyModel("granite", "Granite", {**_GRANITE, "attention_bias": True}),
+    TinyModel("granite-moe", "GraniteMoe", {**_GRANITE, **_EXPERTS}),
+    TinyModel(
+        "granite-moe-shared",
+        "GraniteMoeShared",
+        {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
+    ),
+    TinyModel("phi3-window", "Phi3", {"sliding_window": 40, "pad_token_id": 0}),
+    TinyModel(
+        "phi3-longrope-partial",
+        "Phi3",
+        {
+            "hidden_size": 256,
+            "max_position_embeddings": 600,
+            "original_max_position_embeddings": 300,
+            "partial_rotary_factor": 0.5,
+            "pad_token_id": 0,
+        },
+        rope={**_LONGROPE, "partial_rotary_factor": 0.5},
+    ),
+    TinyModel("glm", "Glm", {"pad_token_id": 0}),
+    TinyModel("glm4", "Glm4", {"pad_token_id": 0}),
+    TinyModel(
+        "glm4-moe",
+        "Glm4Moe",
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    TinyModel(
+        "minimax-m2",
+        "MiniMaxM2",
+        {**_EXPERTS, "rotary_dim": 32, "intermediate_size": 48},
+        rope={"partial_rotary_factor": 0.5},
+    ),
+    TinyModel("ministral", "Ministral", {"sliding_window": 30, "head_dim": 64}),
+    TinyModel("olmo2", "Olmo2"),
+    TinyModel(
+        "olmo3",
+        "Olmo3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": _WINDOWS,
+            "sliding_window": 24,
+            "rope_parameters": _BY_TYPE,
+        },
+    ),
+    TinyModel(
+        "exaone4",
+        "Exaone4",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": _WINDOWS,
+            "sliding_window": 24,
+            "sliding_window_pattern": "LLG",
+        },
+    ),
+    TinyModel(
+        "exaone4-full", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    ),
+    TinyModel("seed-oss", "SeedOss", {"attention_out_bias": True}),
+    TinyModel("ernie4-5", "Ernie4_5", {"use_bias": True}),
+    TinyModel(
+        "ernie4-5-moe",
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    TinyModel("hunyuan", "HunYuanDenseV1"),
+    TinyModel(
+        "hunyuan-alpha",
+        "HunYuanDenseV1",
+        rope={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    ),
+    TinyModel("cohere", "Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    TinyModel(
+        "cohere2",
+        "Cohere2",
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 3,
+            "logit_scale": 0.25,
+            "layer_types": _WINDOWS,
+            "sliding_window": 24,
+        },
+    ),
+    TinyModel("starcoder2", "Starcoder2", {"sliding_window": 30, "tie_word_embeddings": True}),
+    TinyModel("arcee", "Arcee", {"mlp_bias": True}),
+    TinyModel(
+        "nemotron", "Nemotron", {"attention_bias": True}, rope={"partial_rotary_factor": 0.5}
+    ),
+)
