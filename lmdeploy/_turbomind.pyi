@@ -141,6 +141,7 @@ class EngineConfig:
     cache_block_seq_len: int
     cache_max_entry_count: float
     enable_prefix_caching: bool
+    num_draft_tokens: int  # 0: no speculation
     check_integrity: bool
     def __init__(self) -> None: ...
     def set_kv_calibration(
@@ -315,6 +316,8 @@ class EngineStats:
     num_steps: int
     prompt_tokens: int
     generated_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     num_nonfinite: int
     clipped: list[tuple[int, int]]  # sliding window (0: full), values, by layer group
 

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
-from lmdeploy.config.engine import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
+from lmdeploy.config.engine import (
+    BLOCK_LENGTHS,
+    DEVICE_TYPES,
+    DTYPES,
+    MAX_DRAFT_TOKENS,
+    SPECULATIVE_ALGORITHMS,
+    TurbomindEngineConfig,
+)
 from lmdeploy.config.kv_format_options import KV_QUALITIES, describe_policies
 from lmdeploy.config.unsupported import unsupported_flags
 
@@ -252,6 +259,20 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
         action="store_false",
         help="do not reuse blocks",
     )
+    group.add_argument(
+        "--speculative-algorithm",
+        choices=SPECULATIVE_ALGORITHMS,
+        default="none",
+        help="ngram copies drafts of the next tokens from earlier places of the text and computes "
+        "several tokens in one step; the answer does not change (default: none)",
+    )
+    group.add_argument(
+        "--speculative-num-draft-tokens",
+        type=int,
+        default=8,
+        metavar="N",
+        help=f"maximum length of a draft, 1 to {MAX_DRAFT_TOKENS} (default: %(default)s)",
+    )
     for flag, text in (
         ("--disable-metrics", "disable the endpoint /metrics"),
         ("--deterministic", "compute bit-equal results for every batch and number of threads"),
@@ -357,6 +378,8 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         cache_max_entry_count=args.cache_max_entry_count,
         cache_block_seq_len=args.cache_block_seq_len,
         enable_prefix_caching=args.enable_prefix_caching,
+        speculative_algorithm=args.speculative_algorithm,
+        speculative_num_draft_tokens=args.speculative_num_draft_tokens,
         quant_policy=args.quant_policy,
         max_prefill_token_num=args.max_prefill_token_num,
         enable_metrics=not args.disable_metrics,

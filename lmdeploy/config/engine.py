@@ -36,6 +36,8 @@ WINDOW16_TOKENS_STEP = 64
 MAX_WINDOW16_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICE_TYPES = ("auto", "cpu", "cuda")
+SPECULATIVE_ALGORITHMS = ("none", "ngram")
+MAX_DRAFT_TOKENS = 32
 
 
 @dataclass
@@ -57,6 +59,10 @@ class TurbomindEngineConfig:
             On CPU the cache never exceeds max_batch_size x session_len.
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).
+        speculative_algorithm: `ngram` copies drafts of the next tokens from earlier places of the
+            text and computes several tokens in one step; the answer does not change. `none`.
+        speculative_num_draft_tokens: maximum length of a draft, 1 to 32. The engine chooses shorter
+            ones, or none, if they do not pay.
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
         rope_scaling_factor: replaces the model's RoPE by dynamic NTK scaling with this factor. 0
             keeps the model's own.
@@ -122,6 +128,8 @@ class TurbomindEngineConfig:
     cache_chunk_size: int = -1
     cache_block_seq_len: int = 64
     enable_prefix_caching: bool = True
+    speculative_algorithm: str = "none"
+    speculative_num_draft_tokens: int = 8
     cache_checkpoint_interval: int = 4096
     cache_prompt: str = "auto"
     cache_prompt_boundary_skip: int = 1
@@ -249,6 +257,19 @@ class TurbomindEngineConfig:
         )
         check_bool(
             "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
+        )
+        check_choice(
+            "speculative_algorithm",
+            self.speculative_algorithm,
+            choices=SPECULATIVE_ALGORITHMS,
+            flag="--speculative-algorithm",
+        )
+        check_int(
+            "speculative_num_draft_tokens",
+            self.speculative_num_draft_tokens,
+            low=1,
+            high=MAX_DRAFT_TOKENS,
+            flag="--speculative-num-draft-tokens",
         )
 
     def _check_one_format_option(self, table: FormatTable) -> None:

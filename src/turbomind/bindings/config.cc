@@ -98,6 +98,7 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("cache_block_seq_len", &EngineConfig::cache_block_seq_len)
       .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
       .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
+      .def_readwrite("num_draft_tokens", &EngineConfig::num_draft_tokens)
       .def_readwrite("check_integrity", &EngineConfig::check_integrity);
   DefKvOptions(config);
 }
