@@ -1,10 +1,12 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "turbomind/kv/kv_format.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
+#include "turbomind/kv/prefix_events.h"
 
 namespace turbomind {
 
@@ -40,6 +42,8 @@ struct EngineConfig {
   // Runs CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it
   // without scale bytes when the engine becomes idle.
   bool check_integrity = false;
+  std::shared_ptr<PrefixEvents>
+      prefix_events;                   // null: changes of the prefix cache are not recorded
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 };
 
