@@ -254,7 +254,8 @@ class Request:
     id: int
     prompt: list[int]
     priority: int
-    max_new_tokens: int
+    num_resumed: int  # trailing tokens of `prompt` that are the beginning of the response
+    max_new_tokens: int  # num_resumed included
     min_new_tokens: int
     ignore_eos: bool
     eos_ids: list[int]
