@@ -307,6 +307,8 @@ class AsyncEngine:
                     self._recorder.traffic.close()
                 if not self.is_sleeping:
                     self._stop_core()
+                if self.loaded.kv_events is not None:
+                    self.loaded.kv_events.close()
                 self._closed = True
 
     def _start_draining(self) -> None:

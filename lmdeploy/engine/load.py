@@ -15,7 +15,7 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
 from lmdeploy.engine.plan import plan_engine
-from lmdeploy.engine.prefix_store import identity_of_cache, open_traffic
+from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open_traffic
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import LoadedModel, ModelFiles, TokenizerAndTemplate
+    from lmdeploy.kv_store.events import KvEventPublisher
     from lmdeploy.kv_store.traffic import PrefixTraffic
 
 logger = logging.getLogger("lmdeploy")
@@ -64,6 +65,7 @@ class LoadedEngine:
     on_close: Callable[[], None] = lambda: None
     cache_identity: Callable[[], dict[str, Any]] = dict  # what determines the bytes of a KV block
     kv_traffic: PrefixTraffic | None = None  # None without a store
+    kv_events: KvEventPublisher | None = None  # None if events are not published
 
 
 def load_engine(
@@ -108,11 +110,21 @@ def load_engine(
         logger.warning("messages %s", NO_TEMPLATE)
     identity = identity_of_cache(model_path, config, files=files, kv=kv)
     traffic = open_traffic(config, identity, kv=kv)
-    core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
+    publisher = open_publisher(config)
+    events = None if publisher is None else publisher.events
+    engine_config.prefix_events = events
+    try:
+        core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
     model = files.info
     return LoadedEngine(
         cpp_engine=core.cpp_engine,
-        restart=_restarter(model_path, config, texts=texts, identities=files.identities),
+        restart=_restarter(
+            model_path, config, texts=texts, identities=files.identities, events=events
+        ),
         new_request=_turbomind.Request,
         tokenizer=texts.tokenizer,
         chat_template=template,
@@ -132,6 +144,7 @@ def load_engine(
         on_close=core.on_close,
         cache_identity=identity,
         kv_traffic=traffic,
+        kv_events=publisher,
     )
 
 
@@ -159,6 +172,7 @@ def _restarter(
     *,
     texts: TokenizerAndTemplate,
     identities: FileIdentities,
+    events: _turbomind.PrefixEvents | None,
 ) -> Callable[[], Core]:
     """Return a function that loads the same model again. It keeps no file of the model open."""
 
@@ -170,6 +184,7 @@ def _restarter(
                 f"{model_path}: The files of the model have changed since the start. Start the "
                 "server again."
             )
+        engine_config.prefix_events = events
         return _start_core(files, texts, config=engine_config, device=device, progress=False)
 
     return restart
