@@ -21,7 +21,51 @@ def run_api_server(args: argparse.Namespace) -> int:
 
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
-    options = ServerOptions(
+    options = server_options(args)
+    server.check_options(options)
+    if args.dry_run:
+        for line in dry_run_lines(args.model_path, config):
+            print(line)
+        return 0
+    server.run_server(args.model_path, config, chat_template_config=template, options=options)
+    return 0
+
+
+def run_ray(args: argparse.Namespace) -> int:
+    """Serve with replicas on Ray until interrupted. Return the exit status."""
+    from lmdeploy.engine.load import Core
+    from lmdeploy.replicas.deploy import ReplicaOptions, start_replicas
+    from lmdeploy.serve import server
+
+    config = engine_config(args)
+    template = parse_chat_template(args.chat_template)
+    options = server_options(args)
+    server.check_options(options)
+    replicas = ReplicaOptions(
+        num_replicas=args.num_replicas,
+        min_replicas=args.min_replicas,
+        cpus_per_replica=args.cpus_per_replica,
+        address=args.address,
+    )
+    make_core, stop = start_replicas(
+        args.model_path, config, options=replicas, log_level=options.log_level
+    )
+    try:
+        server.run_server(
+            args.model_path,
+            config,
+            chat_template_config=template,
+            options=options,
+            start_core=lambda: Core(make_core(), lambda: None),  # type: ignore[arg-type]
+        )
+    finally:
+        stop()
+    return 0
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the options of the HTTP server from parsed flags."""
+    return ServerOptions(
         model_name=args.model_name,
         generation_config=args.generation_config,
         proxy_url=args.proxy_url,
@@ -47,13 +91,6 @@ def run_api_server(args: argparse.Namespace) -> int:
         ssl=args.ssl,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
-    server.check_options(options)
-    if args.dry_run:
-        for line in dry_run_lines(args.model_path, config):
-            print(line)
-        return 0
-    server.run_server(args.model_path, config, chat_template_config=template, options=options)
-    return 0
 
 
 def api_keys(flag: list[str] | None) -> list[str]:
