@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.engine import TurbomindEngineConfig
@@ -24,9 +25,7 @@ def run_api_server(args: argparse.Namespace) -> int:
     options = server_options(args)
     server.check_options(options)
     if args.dry_run:
-        for line in dry_run_lines(args.model_path, config):
-            print(line)
-        return 0
+        return print_plan(args.model_path, config)
     server.run_server(args.model_path, config, chat_template_config=template, options=options)
     return 0
 
@@ -38,9 +37,15 @@ def run_ray(args: argparse.Namespace) -> int:
     from lmdeploy.serve import server
 
     config = engine_config(args)
+    if config.kv_events is not None and args.num_replicas > 1:
+        raise OptionError(
+            "kv_events_config", "has one address, but there are several replicas. Remove it."
+        )
     template = parse_chat_template(args.chat_template)
     options = server_options(args)
     server.check_options(options)
+    if args.dry_run:
+        return print_plan(args.model_path, config)
     replicas = ReplicaOptions(
         num_replicas=args.num_replicas,
         min_replicas=args.min_replicas,
@@ -106,6 +111,13 @@ def api_keys(flag: list[str] | None) -> list[str]:
     if given is not None and not keys:
         raise ValueError(f"{name} needs at least one key.")
     return keys
+
+
+def print_plan(model_path: str, config: TurbomindEngineConfig) -> int:
+    """Print a model's memory plan. Return the exit status."""
+    for line in dry_run_lines(model_path, config):
+        print(line)
+    return 0
 
 
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lmdeploy.base.checks import OptionError
+from lmdeploy.base.checks import OptionError, check_int, refuse
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
@@ -34,6 +34,17 @@ class ReplicaOptions:
     cpus_per_replica: float | None = None
     address: str | None = None
     patience: Patience = Patience()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        check_int("num_replicas", self.num_replicas, low=1, high=4096, flag="--num-replicas")
+        if self.min_replicas is not None:
+            high = self.num_replicas
+            check_int("min_replicas", self.min_replicas, low=1, high=high, flag="--min-replicas")
+        if self.cpus_per_replica is not None and not self.cpus_per_replica > 0:
+            wanted = "a number above 0"
+            raise refuse(
+                "cpus_per_replica", self.cpus_per_replica, wanted=wanted, flag="--cpus-per-replica"
+            )
 
 
 def start_replicas(
