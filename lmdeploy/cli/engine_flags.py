@@ -311,6 +311,12 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
         "the folder)",
         metavar="FILE",
     )
+    add(
+        "--kv-events-config",
+        "publish the changes of the prefix cache for routers, as vLLM does; a JSON object such as "
+        '{"endpoint": "tcp://127.0.0.1:5557"} (default: off)',
+        metavar="JSON",
+    )
     add("--kv-calibration", "file from `lmdeploy lite calibrate`, required for --kv-quality best")
     add_kv_ingredient_flags(group)
 
@@ -394,5 +400,6 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         kv_calibration=args.kv_calibration,
         kv_store=args.kv_store,
         kv_store_key=args.kv_store_key,
+        kv_events_config=args.kv_events_config,
         **kv_ingredients(args),
     )

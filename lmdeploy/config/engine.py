@@ -20,6 +20,7 @@ from lmdeploy.base.checks import (
     refuse_unsupported,
     show,
 )
+from lmdeploy.config.kv_events import KvEventsConfig, parse_kv_events
 from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     FormatPair,
@@ -97,6 +98,9 @@ class TurbomindEngineConfig:
             file:///folder?size=10GiB, redis://host:6379/0 or valkey://… (docs/kv_cache.md).
         kv_store_key: file with the secret of the store. None takes LMDEPLOY_KV_STORE_KEY, or
             creates a file beside a folder.
+        kv_events_config: publish the changes of the prefix cache as vLLM does: a dict or JSON text
+            with `endpoint`, `replay_endpoint` and others (docs/scaling.md). Needs the extra
+            `events`. Events contain the tokens of prompts.
         kv_cache_format: replaces quant_policy with a format name, `k=fp8,v=nvfp4`, a YAML file, or
             a dict with a format per layer.
 
@@ -165,6 +169,7 @@ class TurbomindEngineConfig:
     kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
     kv_store: str | None = None
     kv_store_key: str | None = None
+    kv_events_config: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(ENGINE))
@@ -195,6 +200,7 @@ class TurbomindEngineConfig:
         self._check_one_format_option(table)
         self._check_kv_quality(table)
         self._check_kv_store()
+        self._check_kv_events()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
             check_bool(name, getattr(self, name))
         self._check_device()
@@ -357,6 +363,16 @@ class TurbomindEngineConfig:
             raise OptionError(
                 "kv_store", "needs the prefix cache. Remove --disable-prefix-caching."
             )
+
+    def _check_kv_events(self) -> None:
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            reason = "needs the prefix cache. Remove --disable-prefix-caching."
+            raise OptionError("kv_events_config", reason)
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Return where KV events are published, or None."""
+        return parse_kv_events(self.kv_events_config)
 
     @property
     def kv_table(self) -> FormatTable:

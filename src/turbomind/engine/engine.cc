@@ -80,7 +80,7 @@ std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request,
     sequence->drafter = std::make_unique<NgramDrafter>(longest, config.num_draft_tokens);
   }
   sequence->tokens = request->prompt;
-  sequence->num_prompt = sequence->num_tokens();
+  sequence->num_prompt = sequence->num_tokens() - request->num_resumed;
   sequence->output.request_id = request->id;
   sequence->request = std::move(request);
   return sequence;
@@ -170,6 +170,11 @@ void Engine::Impl::CheckRequest(const Request& request) const {
     throw InvalidArgument("max_new_tokens and min_new_tokens are " +
                           std::to_string(request.max_new_tokens) + ", " +
                           std::to_string(request.min_new_tokens) + ". They must not be negative.");
+  }
+  if (request.num_resumed < 0 || request.num_resumed >= length ||
+      (request.num_resumed > 0 && request.num_resumed >= request.max_new_tokens)) {
+    throw InvalidArgument("num_resumed is " + std::to_string(request.num_resumed) +
+                          ". It must be less than the length of the prompt and max_new_tokens.");
   }
   const int64_t wanted = length + (request.max_new_tokens > 0 ? 1 : 0);
   const std::string got = "The prompt has " + std::to_string(length) + " tokens" +
