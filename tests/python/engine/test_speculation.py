@@ -13,17 +13,17 @@ CYCLE = [9, 3, 27, 41, 5]
 
 
 def _answer(num_draft_tokens: int, **sampling: Any) -> tuple[list[int], list[Any], Any]:
-    """Return the tokens of an answer that a bias makes repeat, their log-probabilities and stats."""
-    with_drafts = make_engine(num_draft_tokens=num_draft_tokens)
+    """Return the tokens of an answer, their log-probabilities and the engine's counters."""
+    engine = make_engine(num_draft_tokens=num_draft_tokens)
     request = make_request(1, CYCLE * 4, max_new_tokens=60)
     request.sampling.num_logprobs = 2
     for name, value in sampling.items():
         setattr(request.sampling, name, value)
-    with_drafts.submit(request)
-    outputs = collect(with_drafts)
+    engine.submit(request)
+    outputs = collect(engine)
     tokens = [token for output in outputs for token in output.tokens]
     logprobs = [entry for output in outputs for entry in output.logprobs]
-    return tokens, logprobs, with_drafts.stats()
+    return tokens, logprobs, engine.stats()
 
 
 @pytest.mark.parametrize(
