@@ -374,11 +374,10 @@ void Engine::Impl::Step() {
     ++totals.num_steps;
     for (Sequence* sequence : batch.sequences) {
       const auto num_new = static_cast<int64_t>(sequence->output.tokens.size());
+      const auto num_drafted = static_cast<int64_t>(sequence->draft.size());
       totals.generated_tokens += num_new;
-      if (const auto num_drafted = static_cast<int64_t>(sequence->draft.size()); num_drafted > 0) {
-        totals.draft_tokens += num_drafted;
-        totals.accepted_tokens += std::clamp<int64_t>(num_new - 1, 0, num_drafted);
-      }
+      totals.draft_tokens += num_drafted;
+      totals.accepted_tokens += std::clamp<int64_t>(num_new - 1, 0, num_drafted);
       if (sequence->finished()) {
         End(sequence);
       } else {
