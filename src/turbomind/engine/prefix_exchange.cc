@@ -13,7 +13,7 @@ int64_t BlocksPerPiece(const KvCache& cache) {
   for (int pool = 0; pool < cache.num_pools(); ++pool) {
     bytes += cache.bytes_per_block(pool);
   }
-  return std::max<int64_t>(kPieceBytes / bytes, 1);
+  return std::max<int64_t>(kPieceBytes / std::max<int64_t>(bytes, 1), 1);
 }
 
 std::vector<BlockCopies> ExportInPieces(const PrefixRange& range, const PrefixPieces& pieces) {

@@ -354,5 +354,6 @@ inline uint32_t PackE2m1(float low, float high) {
   return static_cast<uint32_t>(FloatToE2M1(low) | FloatToE2M1(high) << 4);
 }
 inline float Exp2Approx(float x) { return std::exp2(x); }
+inline float InverseApprox(float x) { return 1.f / x; }
 
 }  // namespace turbomind::cuda

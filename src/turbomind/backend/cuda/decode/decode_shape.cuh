@@ -41,8 +41,8 @@ inline constexpr float kLog2E = 1.44269504f;
 // Return cap * tanh(score * scale / cap) in units of log2. `scale` contains log2(e), and `cap` is
 // in units of e.
 TM_DEVICE float CapScore(float score, float scale, float cap) {
-  const float t = Exp2Approx(-2.f * fabsf(score * scale / cap));
-  return copysignf(cap * kLog2E * (1.f - t) / (1.f + t), score);
+  const float t = Exp2Approx(-2.f * fabsf(score * (scale * InverseApprox(cap))));
+  return copysignf(cap * kLog2E * (1.f - t) * InverseApprox(1.f + t), score);
 }
 
 // Shared memory per block with which four blocks fit an SM of 228 KiB. The system takes 1 KiB per

@@ -57,8 +57,9 @@ __global__ void __launch_bounds__(32 * kMaxNormWarps) NormKernel(NormTask task) 
   const int thread = ThreadIndexX();
   const int threads = 32 * task.num_warps;
   const int count = p.dim / kWidth;
-  const float* x = p.x + BlockIndexX() * p.Stride();
-  float* out = p.out + BlockIndexX() * p.Stride();
+  const int64_t stride = p.stride != 0 ? p.stride : p.dim;
+  const float* x = p.x + BlockIndexX() * stride;
+  float* out = p.out + BlockIndexX() * stride;
   Floats<kWidth> held[kNormHeld] = {};
   Floats<kWidth> weight[kNormHeld] = {};
 #pragma unroll

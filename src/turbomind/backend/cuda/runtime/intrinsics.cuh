@@ -295,6 +295,12 @@ TM_DEVICE float Exp2Approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 }
+// 1 / x with an error of 2^-23.
+TM_DEVICE float InverseApprox(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
 
 }  // namespace turbomind::cuda
 
