@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from tiny_models import TINY_MODELS, make_model, save_model
 
 pytest.importorskip("ray.serve")
+psutil = pytest.importorskip("psutil")
 ROOT = Path(__file__).resolve().parents[3]
 KEY = {"Authorization": "Bearer secret"}
 BODIES = {
