@@ -16,9 +16,9 @@ def _answer(num_draft_tokens: int, **sampling: Any) -> tuple[list[int], list[Any
     """Return the tokens of an answer, their log-probabilities and the engine's counters."""
     engine = make_engine(num_draft_tokens=num_draft_tokens)
     request = make_request(1, CYCLE * 4, max_new_tokens=60)
-    request.sampling.num_logprobs = 2
+    request.num_logprobs = 2
     for name, value in sampling.items():
-        setattr(request.sampling, name, value)
+        setattr(request, name, value)
     engine.submit(request)
     outputs = collect(engine)
     tokens = [token for output in outputs for token in output.tokens]
