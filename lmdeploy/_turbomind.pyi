@@ -120,6 +120,25 @@ class ModelConfig:
     def __init__(self) -> None: ...
     def validate(self) -> None: ...
 
+class PrefixEvent:
+    """A change of the prefix cache. src/turbomind/kv/prefix_events.h explains the fields."""
+
+    @property
+    def kind(self) -> str: ...  # stored, removed, cleared
+    @property
+    def blocks(self) -> list[int]: ...
+    @property
+    def parent(self) -> int | None: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def salt(self) -> bytes: ...  # 16 bytes
+
+class PrefixEvents:
+    def __init__(self) -> None: ...
+    def take(self, timeout_ms: int) -> list[PrefixEvent]:
+        """Return the events in order. Wait up to `timeout_ms` if there are none."""
+
 class EngineConfig:
     @property
     def kv_format(self) -> KvFormat: ...
@@ -141,6 +160,8 @@ class EngineConfig:
     cache_block_seq_len: int
     cache_max_entry_count: float
     enable_prefix_caching: bool
+    num_draft_tokens: int  # 0: no speculation
+    prefix_events: PrefixEvents | None  # receives the changes of the prefix cache
     check_integrity: bool
     def __init__(self) -> None: ...
     def set_kv_calibration(
@@ -255,7 +276,8 @@ class Request:
     id: int
     prompt: list[int]
     priority: int
-    max_new_tokens: int
+    num_resumed: int  # trailing tokens of `prompt` that are the beginning of the response
+    max_new_tokens: int  # num_resumed included
     min_new_tokens: int
     ignore_eos: bool
     eos_ids: list[int]
@@ -315,6 +337,8 @@ class EngineStats:
     num_steps: int
     prompt_tokens: int
     generated_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     num_nonfinite: int
     clipped: list[tuple[int, int]]  # sliding window (0: full), values, by layer group
 

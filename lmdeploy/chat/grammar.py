@@ -224,37 +224,50 @@ class Grammar:
         import llguidance
 
         self._field = field
-
+        self.text = text
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        self._matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if not self._matcher.is_error():
+        self.matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not self.matcher.is_error():
             # A grammar with too many states fails here or at its first tokens.
-            self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise self._failure("cannot be compiled", self._matcher)
+            self.matcher.compute_bitmask()
+        if self.matcher.is_error():
+            raise self.failure("cannot be compiled", self.matcher)
 
-    def token_mask(self) -> TokenMask:
-        """Return the callback for one answer. It copies the matcher at its first call."""
-        matcher: Any = None
+    def token_mask(self) -> AnswerMask:
+        """Return the callback for one answer."""
+        return AnswerMask(self)
 
-        def token_mask(new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
-            nonlocal matcher
-            if matcher is None:
-                matcher = self._matcher.deep_copy()
-            if new_tokens and not matcher.consume_tokens(list(new_tokens)):
-                raise self._failure("rejected a token", matcher)
-            if matcher.is_stopped():
-                return False
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
-            if matcher.is_error():
-                raise self._failure("failed", matcher)
-            return True
-
-        return token_mask
-
-    def _failure(self, what: str, matcher: Any) -> OptionError:
+    def failure(self, what: str, matcher: Any) -> OptionError:
+        """Return the error of a matcher of this grammar."""
         reason = _one_line(matcher.get_error() or "The token is outside the grammar")
         return OptionError(self._field, f"{what}: {reason}.")
+
+
+class AnswerMask:
+    """The callback of one answer (Request.token_mask). It copies the matcher at its first call."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher: Any = None
+
+    @property
+    def grammar(self) -> str:
+        """Return the text of the grammar, from which another process can compile it."""
+        return self._grammar.text
+
+    def __call__(self, new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
+        """Take the new tokens and write the mask. Return False if the answer is complete."""
+        if self._matcher is None:
+            self._matcher = self._grammar.matcher.deep_copy()
+        matcher = self._matcher
+        if new_tokens and not matcher.consume_tokens(list(new_tokens)):
+            raise self._grammar.failure("rejected a token", matcher)
+        if matcher.is_stopped():
+            return False
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
+        if matcher.is_error():
+            raise self._grammar.failure("failed", matcher)
+        return True
 
 
 class Grammars:

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
-from lmdeploy.config.engine import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
+from lmdeploy.config.engine import (
+    BLOCK_LENGTHS,
+    DEVICE_TYPES,
+    DTYPES,
+    MAX_DRAFT_TOKENS,
+    SPECULATIVE_ALGORITHMS,
+    TurbomindEngineConfig,
+)
 from lmdeploy.config.kv_format_options import KV_QUALITIES, describe_policies
 from lmdeploy.config.unsupported import unsupported_flags
 
@@ -252,6 +259,20 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
         action="store_false",
         help="do not reuse blocks",
     )
+    group.add_argument(
+        "--speculative-algorithm",
+        choices=SPECULATIVE_ALGORITHMS,
+        default="none",
+        help="ngram copies drafts of the next tokens from earlier places of the text and computes "
+        "several tokens in one step; the answer does not change (default: none)",
+    )
+    group.add_argument(
+        "--speculative-num-draft-tokens",
+        type=int,
+        default=8,
+        metavar="N",
+        help=f"maximum length of a draft, 1 to {MAX_DRAFT_TOKENS} (default: %(default)s)",
+    )
     for flag, text in (
         ("--disable-metrics", "disable the endpoint /metrics"),
         ("--deterministic", "compute bit-equal results for every batch and number of threads"),
@@ -289,6 +310,12 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
         "file with the secret of the store (default: LMDEPLOY_KV_STORE_KEY, or a new file beside "
         "the folder)",
         metavar="FILE",
+    )
+    add(
+        "--kv-events-config",
+        "publish the changes of the prefix cache for routers, as vLLM does; a JSON object such as "
+        '{"endpoint": "tcp://127.0.0.1:5557"} (default: off)',
+        metavar="JSON",
     )
     add("--kv-calibration", "file from `lmdeploy lite calibrate`, required for --kv-quality best")
     add_kv_ingredient_flags(group)
@@ -357,6 +384,8 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         cache_max_entry_count=args.cache_max_entry_count,
         cache_block_seq_len=args.cache_block_seq_len,
         enable_prefix_caching=args.enable_prefix_caching,
+        speculative_algorithm=args.speculative_algorithm,
+        speculative_num_draft_tokens=args.speculative_num_draft_tokens,
         quant_policy=args.quant_policy,
         max_prefill_token_num=args.max_prefill_token_num,
         enable_metrics=not args.disable_metrics,
@@ -371,5 +400,6 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         kv_calibration=args.kv_calibration,
         kv_store=args.kv_store,
         kv_store_key=args.kv_store_key,
+        kv_events_config=args.kv_events_config,
         **kv_ingredients(args),
     )

@@ -29,6 +29,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_common_flags(api_server)
     _add_server_flags(api_server)
     api_server.set_defaults(run=_api_server)
+    ray = servers.add_parser("ray", help="serve the same API with several engines, on Ray Serve")
+    add_common_flags(ray)
+    _add_replica_flags(ray)
+    _add_server_flags(ray)
+    ray.set_defaults(run=_ray)
     add_lite_commands(
         commands.add_parser("lite", help="calibrate the KV cache, or quantize weights")
     )
@@ -39,6 +44,32 @@ def make_parser() -> argparse.ArgumentParser:
     check_env.add_argument("--dump-file", default=None, help="also write the report to this file")
     check_env.set_defaults(run=_check_env, log_level="WARNING")
     return parser
+
+
+def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--num-replicas", type=int, default=1, metavar="N", help="engines (default: %(default)s)"
+    )
+    group.add_argument(
+        "--min-replicas",
+        type=int,
+        default=None,
+        metavar="N",
+        help="let Ray Serve run this many to --num-replicas engines, by load (default: all)",
+    )
+    group.add_argument(
+        "--cpus-per-replica",
+        type=float,
+        default=None,
+        metavar="CORES",
+        help="cores that Ray reserves for an engine (default: this machine's, divided by N)",
+    )
+    group.add_argument(
+        "--address",
+        default=None,
+        help="Ray cluster to join, such as auto or ray://host:10001 (default: start one here)",
+    )
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +235,12 @@ def _api_server(args: argparse.Namespace) -> int:
     from lmdeploy.cli.serve import run_api_server
 
     return run_api_server(args)
+
+
+def _ray(args: argparse.Namespace) -> int:
+    from lmdeploy.cli.serve import run_ray
+
+    return run_ray(args)
 
 
 def _check_env(args: argparse.Namespace) -> int:

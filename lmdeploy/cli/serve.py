@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.engine import TurbomindEngineConfig
@@ -21,7 +22,55 @@ def run_api_server(args: argparse.Namespace) -> int:
 
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
-    options = ServerOptions(
+    options = server_options(args)
+    server.check_options(options)
+    if args.dry_run:
+        return print_plan(args.model_path, config)
+    server.run_server(args.model_path, config, chat_template_config=template, options=options)
+    return 0
+
+
+def run_ray(args: argparse.Namespace) -> int:
+    """Serve with replicas on Ray until interrupted. Return the exit status."""
+    from lmdeploy.engine.load import Core
+    from lmdeploy.replicas.deploy import ReplicaOptions, start_replicas
+    from lmdeploy.serve import server
+
+    config = engine_config(args)
+    if config.kv_events is not None and args.num_replicas > 1:
+        raise OptionError(
+            "kv_events_config", "has one address, but there are several replicas. Remove it."
+        )
+    template = parse_chat_template(args.chat_template)
+    options = server_options(args)
+    server.check_options(options)
+    if args.dry_run:
+        return print_plan(args.model_path, config)
+    replicas = ReplicaOptions(
+        num_replicas=args.num_replicas,
+        min_replicas=args.min_replicas,
+        cpus_per_replica=args.cpus_per_replica,
+        address=args.address,
+    )
+    make_core, stop = start_replicas(
+        args.model_path, config, options=replicas, log_level=options.log_level
+    )
+    try:
+        server.run_server(
+            args.model_path,
+            config,
+            chat_template_config=template,
+            options=options,
+            start_core=lambda: Core(make_core(), lambda: None),  # type: ignore[arg-type]
+        )
+    finally:
+        stop()
+    return 0
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the options of the HTTP server from parsed flags."""
+    return ServerOptions(
         model_name=args.model_name,
         generation_config=args.generation_config,
         proxy_url=args.proxy_url,
@@ -47,13 +96,6 @@ def run_api_server(args: argparse.Namespace) -> int:
         ssl=args.ssl,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
-    server.check_options(options)
-    if args.dry_run:
-        for line in dry_run_lines(args.model_path, config):
-            print(line)
-        return 0
-    server.run_server(args.model_path, config, chat_template_config=template, options=options)
-    return 0
 
 
 def api_keys(flag: list[str] | None) -> list[str]:
@@ -69,6 +111,13 @@ def api_keys(flag: list[str] | None) -> list[str]:
     if given is not None and not keys:
         raise ValueError(f"{name} needs at least one key.")
     return keys
+
+
+def print_plan(model_path: str, config: TurbomindEngineConfig) -> int:
+    """Print a model's memory plan. Return the exit status."""
+    for line in dry_run_lines(model_path, config):
+        print(line)
+    return 0
 
 
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:

@@ -20,6 +20,7 @@ from lmdeploy.base.checks import (
     refuse_unsupported,
     show,
 )
+from lmdeploy.config.kv_events import KvEventsConfig, parse_kv_events
 from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     FormatPair,
@@ -36,6 +37,8 @@ WINDOW16_TOKENS_STEP = 64
 MAX_WINDOW16_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICE_TYPES = ("auto", "cpu", "cuda")
+SPECULATIVE_ALGORITHMS = ("none", "ngram")
+MAX_DRAFT_TOKENS = 32
 
 
 @dataclass
@@ -57,6 +60,10 @@ class TurbomindEngineConfig:
             On CPU the cache never exceeds max_batch_size x session_len.
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).
+        speculative_algorithm: `ngram` copies drafts of the next tokens from earlier places of the
+            text and computes several tokens in one step; the answer does not change. `none`.
+        speculative_num_draft_tokens: maximum length of a draft, 1 to 32. The engine chooses shorter
+            ones, or none, if they do not pay.
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
         rope_scaling_factor: replaces the model's RoPE by dynamic NTK scaling with this factor. 0
             keeps the model's own.
@@ -91,6 +98,9 @@ class TurbomindEngineConfig:
             file:///folder?size=10GiB, redis://host:6379/0 or valkey://… (docs/kv_cache.md).
         kv_store_key: file with the secret of the store. None takes LMDEPLOY_KV_STORE_KEY, or
             creates a file beside a folder.
+        kv_events_config: publish the changes of the prefix cache as vLLM does: a dict or JSON text
+            with `endpoint`, `replay_endpoint` and others (docs/scaling.md). Needs the extra
+            `events`. Events contain the tokens of prompts.
         kv_cache_format: replaces quant_policy with a format name, `k=fp8,v=nvfp4`, a YAML file, or
             a dict with a format per layer.
 
@@ -122,6 +132,8 @@ class TurbomindEngineConfig:
     cache_chunk_size: int = -1
     cache_block_seq_len: int = 64
     enable_prefix_caching: bool = True
+    speculative_algorithm: str = "none"
+    speculative_num_draft_tokens: int = 8
     cache_checkpoint_interval: int = 4096
     cache_prompt: str = "auto"
     cache_prompt_boundary_skip: int = 1
@@ -157,6 +169,7 @@ class TurbomindEngineConfig:
     kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
     kv_store: str | None = None
     kv_store_key: str | None = None
+    kv_events_config: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(ENGINE))
@@ -187,6 +200,7 @@ class TurbomindEngineConfig:
         self._check_one_format_option(table)
         self._check_kv_quality(table)
         self._check_kv_store()
+        self._check_kv_events()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
             check_bool(name, getattr(self, name))
         self._check_device()
@@ -249,6 +263,19 @@ class TurbomindEngineConfig:
         )
         check_bool(
             "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
+        )
+        check_choice(
+            "speculative_algorithm",
+            self.speculative_algorithm,
+            choices=SPECULATIVE_ALGORITHMS,
+            flag="--speculative-algorithm",
+        )
+        check_int(
+            "speculative_num_draft_tokens",
+            self.speculative_num_draft_tokens,
+            low=1,
+            high=MAX_DRAFT_TOKENS,
+            flag="--speculative-num-draft-tokens",
         )
 
     def _check_one_format_option(self, table: FormatTable) -> None:
@@ -336,6 +363,16 @@ class TurbomindEngineConfig:
             raise OptionError(
                 "kv_store", "needs the prefix cache. Remove --disable-prefix-caching."
             )
+
+    def _check_kv_events(self) -> None:
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            reason = "needs the prefix cache. Remove --disable-prefix-caching."
+            raise OptionError("kv_events_config", reason)
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Return where KV events are published, or None."""
+        return parse_kv_events(self.kv_events_config)
 
     @property
     def kv_table(self) -> FormatTable:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmdeploy.chat.formats.base import AnswerStart
 from lmdeploy.chat.grammar import Grammars
@@ -42,6 +42,14 @@ class EngineFailure(RuntimeError):
     """The engine has failed, is closed, or belongs to another process."""
 
 
+class OutputSink(Protocol):
+    """Receives the outputs of one request from the drain thread."""
+
+    def deliver(self, output: Any) -> None:
+        """Take an output, or the exception that ends the request."""
+        ...
+
+
 class AsyncEngine:
     """Owns the C++ engine, the tokenizer and the chat template of one model.
 
@@ -51,7 +59,7 @@ class AsyncEngine:
     def __init__(self, loaded: LoadedEngine) -> None:
         self.loaded = loaded
         self._ids = itertools.count(1)
-        self._streams: dict[int, RequestStream] = {}
+        self._streams: dict[int, OutputSink] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failure = ""  # why the drain thread failed
@@ -205,25 +213,37 @@ class AsyncEngine:
             decoder=parts.decoder,
             forget=self.forget,
         )
+        await self._enter(request, stream)
+        return stream
+
+    async def relay(self, request: _turbomind.Request, sink: OutputSink) -> None:
+        """Submit a request that another process made. Its outputs go to `sink` as they are.
+
+        Raise ValueError if the request is wrong, and EngineFailure as `submit`.
+        """
+        self.check_healthy()
+        request.id = next(self._ids)
+        await self._enter(request, sink)
+
+    async def _enter(self, request: _turbomind.Request, sink: OutputSink) -> None:
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.begin, request, self.loaded.cpp_engine)
         with self._lock:
-            self._streams[stream.request_id] = stream
+            self._streams[request.id] = sink
         try:
             self.loaded.cpp_engine.submit(request)
         except BaseException:
             with self._lock:
-                self._streams.pop(stream.request_id, None)
+                self._streams.pop(request.id, None)
             if self._recorder is not None:
-                self._recorder.drop(stream.request_id)
+                self._recorder.drop(request.id)
             self.check_healthy()
             raise
         try:
             self.check_healthy()
         except EngineFailure:
-            self.forget(stream.request_id)
+            self.forget(request.id)
             raise
-        return stream
 
     async def generate(
         self, prompt_ids: list[int], config: GenerationConfig | None = None, *, index: int = 0
@@ -307,6 +327,8 @@ class AsyncEngine:
                     self._recorder.traffic.close()
                 if not self.is_sleeping:
                     self._stop_core()
+                if self.loaded.kv_events is not None:
+                    self.loaded.kv_events.close()
                 self._closed = True
 
     def _start_draining(self) -> None:
@@ -403,13 +425,13 @@ class AsyncEngine:
 
     def _end_all(self, error: EngineFailure) -> list[int]:
         with self._lock:
-            streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
+            streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
             try:
                 stream.deliver(error)
             except RuntimeError:
-                logger.debug("The event loop of request %d is closed.", stream.request_id)
-        return [stream.request_id for stream in streams]
+                logger.debug("The event loop of request %d is closed.", request_id)
+        return list(streams)
 
 
 _running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
 from lmdeploy.engine.plan import plan_engine
-from lmdeploy.engine.prefix_store import identity_of_cache, open_traffic
+from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open_traffic
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import LoadedModel, ModelFiles, TokenizerAndTemplate
+    from lmdeploy.kv_store.events import KvEventPublisher
     from lmdeploy.kv_store.traffic import PrefixTraffic
 
 logger = logging.getLogger("lmdeploy")
@@ -64,6 +65,16 @@ class LoadedEngine:
     on_close: Callable[[], None] = lambda: None
     cache_identity: Callable[[], dict[str, Any]] = dict  # what determines the bytes of a KV block
     kv_traffic: PrefixTraffic | None = None  # None without a store
+    kv_events: KvEventPublisher | None = None  # None if events are not published
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The options of prompts and answers, as in `load_engine`."""
+
+    chat_template_config: ChatTemplateConfig | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
 
 def load_engine(
@@ -89,6 +100,23 @@ def load_engine(
         ValueError: if an option is wrong or the model cannot be loaded.
         MemoryError: if the system does not give the engine its memory.
     """
+    options = TextOptions(chat_template_config, reasoning_parser, tool_call_parser)
+    return load_engine_with(model_path, config, options=options, progress=progress)
+
+
+def load_engine_with(
+    model_path: str,
+    config: TurbomindEngineConfig,
+    *,
+    options: TextOptions,
+    start_core: Callable[[], Core] | None = None,
+    progress: bool = True,
+) -> LoadedEngine:
+    """Load a model as `load_engine` does.
+
+    `start_core` returns an engine that has the weights already, such as replicas elsewhere. Then
+    only the texts of the model are read here. None loads the weights.
+    """
     from lmdeploy import _turbomind
     from lmdeploy.chat.prompt_template import NO_TEMPLATE, choose_template
 
@@ -96,23 +124,37 @@ def load_engine(
     files, engine_config, kv = plan_engine(model_path, config, device=device)
     # Check these before the weights are loaded, which takes long.
     texts = files.read_texts()
-    template = choose_template(texts.chat_template, chat_template_config, tokenizer=texts.tokenizer)
+    template = choose_template(
+        texts.chat_template, options.chat_template_config, tokenizer=texts.tokenizer
+    )
     chat_format = choose_format(
         ModelInfo(
             files.info.model_type, texts.tokenizer, "" if template is None else template.source
         ),
-        reasoning_parser=reasoning_parser,
-        tool_call_parser=tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        tool_call_parser=options.tool_call_parser,
     )
     if template is None and chat_format.splits_answers:
         logger.warning("messages %s", NO_TEMPLATE)
     identity = identity_of_cache(model_path, config, files=files, kv=kv)
-    traffic = open_traffic(config, identity, kv=kv)
-    core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
+    traffic = None if start_core is not None else open_traffic(config, identity, kv=kv)
+    publisher = None if start_core is not None else open_publisher(config)
+    events = None if publisher is None else publisher.events
+    engine_config.prefix_events = events
+    try:
+        if start_core is not None:
+            core = start_core()
+        else:
+            core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
     model = files.info
     return LoadedEngine(
         cpp_engine=core.cpp_engine,
-        restart=_restarter(model_path, config, texts=texts, identities=files.identities),
+        restart=start_core
+        or _restarter(model_path, config, texts=texts, identities=files.identities, events=events),
         new_request=_turbomind.Request,
         tokenizer=texts.tokenizer,
         chat_template=template,
@@ -132,6 +174,7 @@ def load_engine(
         on_close=core.on_close,
         cache_identity=identity,
         kv_traffic=traffic,
+        kv_events=publisher,
     )
 
 
@@ -159,6 +202,7 @@ def _restarter(
     *,
     texts: TokenizerAndTemplate,
     identities: FileIdentities,
+    events: _turbomind.PrefixEvents | None,
 ) -> Callable[[], Core]:
     """Return a function that loads the same model again. It keeps no file of the model open."""
 
@@ -170,6 +214,7 @@ def _restarter(
                 f"{model_path}: The files of the model have changed since the start. Start the "
                 "server again."
             )
+        engine_config.prefix_events = events
         return _start_core(files, texts, config=engine_config, device=device, progress=False)
 
     return restart

@@ -16,6 +16,7 @@ from lmdeploy.config.weight_format_options import parse_weight_format
 if TYPE_CHECKING:
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import ModelFiles
+    from lmdeploy.kv_store.events import KvEventPublisher
     from lmdeploy.kv_store.traffic import PrefixTraffic
 
 # The version of the bytes of a block (src/turbomind/kv/layout.h, codec.h). Raise it with them.
@@ -63,6 +64,15 @@ def identity_of_cache(
         return {**known, "model": hash_model(model_path), "calibration": constants}
 
     return identity
+
+
+def open_publisher(config: TurbomindEngineConfig) -> KvEventPublisher | None:
+    """Open the sockets of KV events. Return None if the options ask for none."""
+    if config.kv_events is None:
+        return None
+    from lmdeploy.kv_store.events import KvEventPublisher
+
+    return KvEventPublisher(config.kv_events, block_tokens=config.cache_block_seq_len)
 
 
 def open_traffic(

@@ -37,6 +37,8 @@ VLLM_NAMES = {
     "prompt_tokens": ("prompt_tokens",),
     "generation_tokens": ("generation_tokens",),
     "num_preemptions": ("num_preemptions",),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
     "request_success": ("request_success",),
     "time_to_first_token_seconds": ("time_to_first_token_seconds",),
     "iter_token_latency": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
@@ -93,6 +95,14 @@ class _EngineCollector(Collector):
         counters = {
             "prompt_tokens_total": ("Prompt tokens processed.", stats.prompt_tokens),
             "generation_tokens_total": ("Tokens generated.", stats.generated_tokens),
+            "spec_decode_num_draft_tokens_total": (
+                "Tokens computed as drafts of speculative decoding.",
+                stats.draft_tokens,
+            ),
+            "spec_decode_num_accepted_tokens_total": (
+                "Tokens of drafts that were right.",
+                stats.accepted_tokens,
+            ),
             "cached_tokens_total": (
                 "Prompt tokens reused from the prefix cache.",
                 stats.prefix_hit_tokens,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.async_engine import AsyncEngine
+    from lmdeploy.engine.load import Core
 
 logger = logging.getLogger("lmdeploy")
 
@@ -136,6 +137,7 @@ def run_server(
     *,
     chat_template_config: ChatTemplateConfig | None,
     options: ServerOptions,
+    start_core: Callable[[], Core] | None = None,
 ) -> None:
     """Load a model and serve it until SIGTERM or Ctrl-C.
 
@@ -146,11 +148,13 @@ def run_server(
         backend_config: options of the engine. None takes the defaults.
         chat_template_config: replaces the model's own template. None keeps it.
         options: options of the server.
+        start_core: as in `load_engine_with`.
 
     Raises:
         ValueError: if an option is wrong, the port is in use, or the model cannot be loaded.
     """
     from lmdeploy.engine.async_engine import AsyncEngine
+    from lmdeploy.engine.load import TextOptions, load_engine_with
     from lmdeploy.serve.app import make_app
     from lmdeploy.serve.http.bodies import return_large_blocks
 
@@ -162,12 +166,11 @@ def run_server(
     tls = find_tls_files() if options.ssl else None
     sock = bind(options.server_name, options.server_port)
     with closing(sock):
-        engine = AsyncEngine.load(
-            model_path,
-            config,
-            chat_template_config=chat_template_config,
-            reasoning_parser=options.reasoning_parser,
-            tool_call_parser=options.tool_call_parser,
+        texts = TextOptions(
+            chat_template_config, options.reasoning_parser, options.tool_call_parser
+        )
+        engine = AsyncEngine(
+            load_engine_with(model_path, config, options=texts, start_core=start_core)
         )
         with closing(engine):
             sampling = read_sampling(options.generation_config)

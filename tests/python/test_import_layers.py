@@ -20,6 +20,7 @@ LAYERS = (
     ("engine",),
     ("pipeline", "tokenizer"),
     ("lite",),
+    ("replicas",),
     ("serve",),
     ("api",),
     ("__init__", "cli", "messages", "model"),  # the last two: import paths of LMDeploy's users

@@ -22,9 +22,29 @@ constexpr EnumName<RopeKind> kRopeKinds[] = {
     {RopeKind::kLlama3, "llama3"},    {RopeKind::kYarn, "yarn"},
     {RopeKind::kLongRope, "longrope"}};
 
+constexpr EnumName<PrefixEventKind> kPrefixEventKinds[] = {{PrefixEventKind::kStored, "stored"},
+                                                           {PrefixEventKind::kRemoved, "removed"},
+                                                           {PrefixEventKind::kCleared, "cleared"}};
+
+void DefPrefixEvents(py::module_& m) {
+  py::class_<PrefixEvent> event(m, "PrefixEvent");
+  event.def_readonly("blocks", &PrefixEvent::blocks)
+      .def_readonly("parent", &PrefixEvent::parent)
+      .def_readonly("tokens", &PrefixEvent::tokens)
+      .def_property_readonly("salt", [](const PrefixEvent& self) {
+        return py::bytes(reinterpret_cast<const char*>(self.salt.data()), sizeof(CacheSalt));
+      });
+  DefEnum(event, "kind", &PrefixEvent::kind, kPrefixEventKinds);
+  py::class_<PrefixEvents, std::shared_ptr<PrefixEvents>>(m, "PrefixEvents")
+      .def(py::init<>())
+      .def("take", &PrefixEvents::Take, py::arg("timeout_ms"),
+           py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void DefConfigs(py::module_& m) {
+  DefPrefixEvents(m);
   py::class_<RopeConfig> rope(m, "RopeConfig");
   rope.def(py::init<>());
   DefEnum(rope, "kind", &RopeConfig::kind, kRopeKinds);
@@ -98,6 +118,8 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("cache_block_seq_len", &EngineConfig::cache_block_seq_len)
       .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
       .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
+      .def_readwrite("num_draft_tokens", &EngineConfig::num_draft_tokens)
+      .def_readwrite("prefix_events", &EngineConfig::prefix_events)
       .def_readwrite("check_integrity", &EngineConfig::check_integrity);
   DefKvOptions(config);
 }

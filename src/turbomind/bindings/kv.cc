@@ -81,6 +81,8 @@ void DefStats(py::module_& m) {
       .def_readonly("num_steps", &EngineStats::num_steps)
       .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
       .def_readonly("generated_tokens", &EngineStats::generated_tokens)
+      .def_readonly("draft_tokens", &EngineStats::draft_tokens)
+      .def_readonly("accepted_tokens", &EngineStats::accepted_tokens)
       .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
       .def_property_readonly("clipped", [](const EngineStats& self) {
         std::vector<std::pair<int, int64_t>> groups;

@@ -14,7 +14,9 @@ void Batch::Add(Sequence& sequence) {
   }
   const int64_t end = sequence.num_computed + sequence.num_planned;
   for (int64_t p = sequence.num_computed; p < end; ++p) {
-    tokens.push_back(sequence.tokens[static_cast<size_t>(p)]);
+    const int64_t in_draft = p - sequence.num_tokens();
+    tokens.push_back(in_draft < 0 ? sequence.tokens[static_cast<size_t>(p)]
+                                  : sequence.draft[static_cast<size_t>(in_draft)]);
     positions.push_back(static_cast<int32_t>(p));
   }
   num_decode += sequence.num_planned == 1 ? 1 : 0;

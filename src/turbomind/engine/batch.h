@@ -12,7 +12,8 @@
 
 namespace turbomind {
 
-// The flat arrays of one step. Sequences with exactly one new token come first (decode). The
+// The flat arrays of one step. Sequences with exactly one new token come first (decode). A
+// sequence with a draft has more, like a prompt. The
 // scheduler fills the arrays and the decoder reads them through Views(). Every step reuses the
 // memory, so a step no larger than an earlier one allocates nothing.
 struct Batch {

@@ -67,14 +67,20 @@ void RequirePromptOnly(const Request& request) {
 }
 
 // Allocates all memory of a sequence for the longest possible response, so that no step allocates.
-std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request, int session_len) {
+std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request,
+                                       const EngineConfig& config) {
   auto sequence = std::make_unique<Sequence>();
-  sequence->tokens.reserve(
-      std::min(static_cast<size_t>(session_len),
-               request->prompt.size() + static_cast<size_t>(request->max_new_tokens)));
+  const int64_t longest =
+      std::min(int64_t{config.session_len},
+               static_cast<int64_t>(request->prompt.size()) + request->max_new_tokens);
+  sequence->tokens.reserve(static_cast<size_t>(longest));
   sequence->output.tokens.reserve(1);
+  if (config.num_draft_tokens > 0 && request->max_new_tokens > 1) {
+    sequence->draft.reserve(static_cast<size_t>(config.num_draft_tokens));
+    sequence->drafter = std::make_unique<NgramDrafter>(longest, config.num_draft_tokens);
+  }
   sequence->tokens = request->prompt;
-  sequence->num_prompt = sequence->num_tokens();
+  sequence->num_prompt = sequence->num_tokens() - request->num_resumed;
   sequence->output.request_id = request->id;
   sequence->request = std::move(request);
   return sequence;
@@ -165,6 +171,11 @@ void Engine::Impl::CheckRequest(const Request& request) const {
                           std::to_string(request.max_new_tokens) + ", " +
                           std::to_string(request.min_new_tokens) + ". They must not be negative.");
   }
+  if (request.num_resumed < 0 || request.num_resumed >= length ||
+      (request.num_resumed > 0 && request.num_resumed >= request.max_new_tokens)) {
+    throw InvalidArgument("num_resumed is " + std::to_string(request.num_resumed) +
+                          ". It must be less than the length of the prompt and max_new_tokens.");
+  }
   const int64_t wanted = length + (request.max_new_tokens > 0 ? 1 : 0);
   const std::string got = "The prompt has " + std::to_string(length) + " tokens" +
                           (request.max_new_tokens > 0 ? " and needs room for one new token" : "");
@@ -186,7 +197,7 @@ void Engine::Impl::CheckRequest(const Request& request) const {
 void Engine::Impl::Submit(const std::shared_ptr<Request>& request) {
   CheckRequest(*request);
   // Allocated here and not between steps: a long prompt takes time, and memory may be short.
-  std::unique_ptr<Sequence> sequence = MakeSequence(request, config.session_len);
+  std::unique_ptr<Sequence> sequence = MakeSequence(request, config);
   const std::lock_guard lock(mutex);
   if (!healthy) {
     throw InternalError("the engine has failed: " + failure);
@@ -357,12 +368,16 @@ void Engine::Impl::Step() {
     state->generation.Begin(batch);
     state->decoder.Forward(
         {.tokens = batch.tokens.data(), .batch = batch.Views(), .rows = state->generation.rows()});
-    state->scheduler.StepDone();
     state->generation.Run(state->decoder);
+    state->scheduler.StepDone();
     CheckMappedFiles();
     ++totals.num_steps;
     for (Sequence* sequence : batch.sequences) {
-      totals.generated_tokens += static_cast<int64_t>(sequence->output.tokens.size());
+      const auto num_new = static_cast<int64_t>(sequence->output.tokens.size());
+      const auto num_drafted = static_cast<int64_t>(sequence->draft.size());
+      totals.generated_tokens += num_new;
+      totals.draft_tokens += num_drafted;
+      totals.accepted_tokens += std::clamp<int64_t>(num_new - 1, 0, num_drafted);
       if (sequence->finished()) {
         End(sequence);
       } else {

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "turbomind/kv/kv_format.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
+#include "turbomind/kv/prefix_events.h"
 
 namespace turbomind {
 
@@ -24,6 +26,8 @@ struct KvQuality {
   KvCalibration calibration = {};
 };
 
+inline constexpr int kMaxDraftTokens = 32;
+
 struct EngineConfig {
   KvCacheMode kv_format = KvCacheMode::kNone;
   // KV formats of K and V by layer; empty means kv_format for all layers.
@@ -40,6 +44,11 @@ struct EngineConfig {
   // Runs CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it
   // without scale bytes when the engine becomes idle.
   bool check_integrity = false;
+  // Longest draft of a sequence in a step, copied from earlier places of its tokens that end alike
+  // (NgramDrafter); 0: no speculation.
+  int num_draft_tokens = 0;
+  // Receives the changes of the prefix cache, unless it is null.
+  std::shared_ptr<PrefixEvents> prefix_events = nullptr;
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 };
 

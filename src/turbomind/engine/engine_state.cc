@@ -84,9 +84,9 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
       weights(std::move(model_weights)),
       cache_config(SupportedCacheConfig(model, config, *device)),
       cache(*device, cache_config, PlanBlocks(model, config, free_bytes, device->capability())),
-      manager(cache, config.enable_prefix_caching),
+      manager(cache, config.enable_prefix_caching, config.prefix_events.get()),
       scheduler({config.max_batch_size, StepTokens(config),
-                 EstimateStepCost(model, device->capability())},
+                 EstimateStepCost(model, device->capability()), plan.max_sequence_tokens},
                 manager, cache.groups()),
       statistics(MakeStatistics(model, config, *device)),
       decoder({.model = model,
@@ -96,6 +96,7 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                .limits = PlanStep(config, device->capability()),
                .statistics = statistics.get()},
               weights, *device),
-      generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {}
+      generation(model.vocab_size, plan.max_sequence_tokens,
+                 config.max_batch_size * (1 + config.num_draft_tokens), *device) {}
 
 }  // namespace turbomind

@@ -23,7 +23,9 @@ struct EngineStats {
   int64_t num_steps = 0;
   int64_t prompt_tokens = 0;
   int64_t generated_tokens = 0;
-  int64_t num_nonfinite = 0;  // NaN and infinite values found while quantizing K and V
+  int64_t draft_tokens = 0;     // computed to see whether they are right
+  int64_t accepted_tokens = 0;  // of them
+  int64_t num_nonfinite = 0;    // NaN and infinite values found while quantizing K and V
   // Values that exceeded the range of their KV format, by layer group.
   struct Clipped {
     int window = 0;  // 0: full attention

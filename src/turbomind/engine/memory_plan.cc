@@ -107,6 +107,11 @@ void ValidateEngineConfig(const EngineConfig& config) {
   RequirePositive("max_batch_size", config.max_batch_size, "--max-batch-size");
   RequirePositive("session_len", config.session_len, "--session-len");
   RequirePositive("max_prefill_token_num", config.max_prefill_token_num, "--max-prefill-token-num");
+  if (config.num_draft_tokens < 0 || config.num_draft_tokens > kMaxDraftTokens) {
+    throw InvalidArgument("num_draft_tokens is " + std::to_string(config.num_draft_tokens) +
+                          ". It must be 0 to " + std::to_string(kMaxDraftTokens) +
+                          " (--speculative-num-draft-tokens).");
+  }
   const int length = config.cache_block_seq_len;
   if (!block::IsPagedBlockSeqLen(length)) {
     throw InvalidArgument("cache_block_seq_len is " + std::to_string(length) +

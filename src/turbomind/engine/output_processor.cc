@@ -16,8 +16,8 @@ constexpr int64_t kMinParallelLogits = 1 << 15;
 
 // Returns the first of the positions [begin, end) of this step whose logits are needed.
 int64_t FirstRow(const Sequence& sequence, int64_t begin, int64_t end) {
-  const bool is_last = end == sequence.num_tokens();
-  int64_t first = is_last ? end - 1 : end;
+  const bool is_last = end >= sequence.num_tokens();
+  int64_t first = is_last ? sequence.num_tokens() - 1 : end;
   const Request& request = *sequence.request;
   if (request.logits_output == LogitsOutput::kAll) {
     first = std::min(first, std::max(begin, sequence.next_logits_row));
@@ -45,9 +45,9 @@ int64_t MatchedStop(const Sequence& sequence) {
   return longest;
 }
 
-// Returns whether the row is needed only to sample the next token.
+// Returns whether the row is needed only to sample the token after it.
 bool NeedsOnlyToken(const Sequence& sequence, int64_t position) {
-  return position + 1 == sequence.num_tokens() &&
+  return position + 1 >= sequence.num_tokens() &&
          sequence.request->logits_output == LogitsOutput::kNone;
 }
 
@@ -55,6 +55,11 @@ bool NeedsOnlyToken(const Sequence& sequence, int64_t position) {
 bool NeedsPromptToken(const Sequence& sequence, int64_t position) {
   return sequence.request->num_prompt_logprobs >= 0 && position + 1 < sequence.num_prompt &&
          position >= sequence.next_prompt_row;
+}
+
+// Returns the number of generated tokens up to a row.
+int64_t NumGenerated(const Sequence& sequence, int64_t position) {
+  return position + 1 - sequence.num_prompt;
 }
 
 bool IsPooled(const Sequence& sequence) { return sequence.request->pooling != Pooling::kNone; }
@@ -88,13 +93,19 @@ TokenLogprobs PromptLogprobs(const Sequence& sequence, int64_t position, const f
 
 }  // namespace
 
+bool OutputProcessor::IsComputed(const Row& row) {
+  const std::vector<int32_t>& tokens = row.sequence->tokens;
+  return row.position < row.sequence->num_tokens() &&
+         tokens[static_cast<size_t>(row.position)] == row.token;
+}
+
 void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
   sequence.output.finish_reason = FinishReason::kError;
   sequence.output.error = error;
   sequence.output.is_request_fault = is_request_fault;
 }
 
-OutputProcessor::OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_batch_size,
+OutputProcessor::OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_rows,
                                  Device& device)
     : vocab_size_(vocab_size),
       max_sequence_len_(max_sequence_len),
@@ -103,8 +114,8 @@ OutputProcessor::OutputProcessor(int vocab_size, int64_t max_sequence_len, int m
   for (int thread = 0; thread < device.num_host_threads(); ++thread) {
     samplers_.emplace_back(vocab_size);
   }
-  rows_.reserve(static_cast<size_t>(max_batch_size));
-  row_indices_.reserve(static_cast<size_t>(max_batch_size));
+  rows_.reserve(static_cast<size_t>(max_rows));
+  row_indices_.reserve(static_cast<size_t>(max_rows));
 }
 
 void OutputProcessor::Begin(const Batch& batch) {
@@ -159,9 +170,10 @@ void OutputProcessor::CollectRows(const Batch& batch) {
     const int64_t begin = sequence.num_computed;
     const int64_t end = begin + sequence.num_planned;
     for (int64_t p = FirstRow(sequence, begin, end); p < end; ++p) {
-      rows_.push_back({&sequence, p});
-      row_indices_.push_back(batch.cu_seqlens[static_cast<size_t>(i)] +
-                             static_cast<int32_t>(p - begin));
+      const int32_t index =
+          batch.cu_seqlens[static_cast<size_t>(i)] + static_cast<int32_t>(p - begin);
+      rows_.push_back({&sequence, p, batch.tokens[static_cast<size_t>(index)]});
+      row_indices_.push_back(index);
     }
   }
 }
@@ -169,7 +181,7 @@ void OutputProcessor::CollectRows(const Batch& batch) {
 void OutputProcessor::ArgMaxOnDevice(std::span<Row> rows, Decoder& decoder) {
   const auto may_stay = [](const Row& row) {
     return NeedsOnlyToken(*row.sequence, row.position) &&
-           IsPlainArgMax(*row.sequence->request, row.sequence->num_generated());
+           IsPlainArgMax(*row.sequence->request, NumGenerated(*row.sequence, row.position));
   };
   chosen_.resize(rows.size());
   if (std::none_of(rows.begin(), rows.end(), may_stay) || !decoder.ArgMaxTokens(chosen_.data())) {
@@ -187,7 +199,8 @@ void OutputProcessor::SampleOnDevice(std::span<Row> rows, Decoder& decoder) {
     if (!NeedsOnlyToken(sequence, rows[i].position)) {
       continue;
     }
-    if (auto sampling = RowSamplingOf(*sequence.request, sequence.num_generated())) {
+    if (auto sampling =
+            RowSamplingOf(*sequence.request, NumGenerated(sequence, rows[i].position))) {
       sampling->row = static_cast<int32_t>(i);
       samplings_.push_back(*sampling);
     }
@@ -216,13 +229,16 @@ void OutputProcessor::HandleRows(std::span<Row> rows, float* logits) {
   ComputePromptLogprobs(rows, logits);
   runs_.clear();
   masked_runs_.clear();
+  drafted_runs_.clear();
   for (size_t first = 0; first < rows.size();) {
     size_t end = first + 1;
     while (end < rows.size() && rows[end].sequence == rows[first].sequence) {
       ++end;
     }
     const SequenceRows run = {&rows[first], end - first, logits};
-    if (rows[first].chosen >= 0) {
+    const bool is_chosen = std::all_of(run.rows, run.rows + run.num_rows,
+                                       [](const Row& row) { return row.chosen >= 0; });
+    if (is_chosen) {
       HandleRun(run, samplers_.front());
     } else if (rows[first].sequence->request->token_mask != nullptr) {
       masked_runs_.push_back(run);
@@ -235,9 +251,11 @@ void OutputProcessor::HandleRows(std::span<Row> rows, float* logits) {
   }
   HandleRuns(runs_);
   for (SequenceRows& run : masked_runs_) {
+    SplitDraft(run);
     TakeMask(run);
   }
   HandleRuns(masked_runs_);
+  std::ranges::for_each(drafted_runs_, [this](const SequenceRows& run) { HandleDraft(run); });
 }
 
 void OutputProcessor::ComputePromptLogprobs(std::span<Row> rows, const float* logits) {
@@ -281,14 +299,40 @@ void OutputProcessor::HandleRuns(std::span<const SequenceRows> runs) {
   });
 }
 
+void OutputProcessor::SplitDraft(SequenceRows& run) {
+  const int64_t num_known = run.rows->sequence->num_tokens();
+  const auto known = static_cast<size_t>(
+      std::clamp<int64_t>(num_known - run.rows->position, 0, static_cast<int64_t>(run.num_rows)));
+  if (known < run.num_rows) {
+    drafted_runs_.push_back({run.rows + known, run.num_rows - known,
+                             run.logits + known * static_cast<size_t>(vocab_size_)});
+    run.num_rows = known;
+  }
+}
+
+void OutputProcessor::HandleDraft(const SequenceRows& run) {
+  for (size_t i = 0; i < run.num_rows; ++i) {
+    SequenceRows row = {&run.rows[i], 1, run.logits + i * static_cast<size_t>(vocab_size_)};
+    if (!IsComputed(run.rows[i]) || run.rows[i].sequence->finished()) {
+      return;
+    }
+    TakeMask(row);
+    HandleRun(row, samplers_.front());
+  }
+}
+
 void OutputProcessor::TakeMask(SequenceRows& run) {
+  if (run.num_rows == 0) {
+    return;
+  }
   const Row& last = run.rows[run.num_rows - 1];
   Sequence& sequence = *last.sequence;
   if (last.position + 1 < sequence.num_tokens() || sequence.request->max_new_tokens == 0) {
     return;  // no token is sampled
   }
   try {
-    run.mask = masks_.Wait(sequence);
+    const bool is_current = sequence.num_tokens_sent == sequence.num_generated();
+    run.mask = is_current ? masks_.Wait(sequence) : masks_.Next(sequence);
   } catch (const InvalidArgument& error) {
     Fail(sequence, error.what(), true);
   } catch (const std::exception& error) {
@@ -297,10 +341,14 @@ void OutputProcessor::TakeMask(SequenceRows& run) {
 }
 
 void OutputProcessor::HandleRun(const SequenceRows& run, Sampler& sampler) {
+  float* logits = run.logits;
   for (size_t i = 0; i < run.num_rows && !run.rows[i].sequence->finished(); ++i) {
+    if (!IsComputed(run.rows[i])) {
+      return;  // of a refused draft, like all rows after it
+    }
     try {
-      float* logits = run.logits + i * static_cast<size_t>(vocab_size_);
       HandleRow(run.rows[i], logits, run.mask, sampler);
+      logits += run.rows[i].chosen < 0 ? vocab_size_ : 0;
     } catch (const InvalidArgument& error) {
       Fail(*run.rows[i].sequence, error.what(), true);
     } catch (const std::exception& error) {

@@ -26,10 +26,10 @@ namespace turbomind {
 // does not affect the rest of the batch. Only the engine thread may use it.
 class OutputProcessor {
  public:
-  // A sequence that reaches `max_sequence_len` ends with kLength. Steps of up to `max_batch_size`
-  // rows allocate nothing. The host threads of `device` handle sequences in parallel. Sequences
+  // A sequence that reaches `max_sequence_len` ends with kLength. Steps of up to `max_rows` rows
+  // allocate nothing. The host threads of `device` handle sequences in parallel. Sequences
   // with a token mask come last, so that their masks can be computed meanwhile.
-  OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_batch_size, Device& device);
+  OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_rows, Device& device);
 
   // Starts computing token masks and selects rows. Call it before the decoder runs the planned
   // batch.
@@ -37,7 +37,7 @@ class OutputProcessor {
   // Returns the batch's token indices whose logits Run needs, ascending.
   std::span<const int32_t> rows() const { return row_indices_; }
   // Chooses the tokens of the step. REQUIRES: Begin was called, then the decoder ran the batch with
-  // rows(), then Scheduler::StepDone was called.
+  // rows(). Scheduler::StepDone follows.
   void Run(Decoder& decoder);
   // Ends a step that failed between Begin and Run.
   void Drop() { masks_.Drop(); }
@@ -46,6 +46,7 @@ class OutputProcessor {
   struct Row {
     Sequence* sequence = nullptr;
     int64_t position = 0;
+    int32_t token = 0;        // at `position`, maybe of a draft
     int32_t chosen = -1;      // chosen by the device; -1: the row is on the host
     int32_t prompt_row = -1;  // index into prompt_logprobs_; -1: not requested
   };
@@ -57,6 +58,8 @@ class OutputProcessor {
     std::span<const uint32_t> mask = {};  // of the last row; empty: none, or stop here
   };
 
+  // Returns whether the row's token is the sequence's. That of a refused draft is not.
+  static bool IsComputed(const Row& row);
   void CollectRows(const Batch& batch);
   // Chooses the tokens of up to max_logit_rows rows that need logits.
   void RunLogits(size_t first, size_t count, Decoder& decoder);
@@ -70,6 +73,9 @@ class OutputProcessor {
   void ComputePromptLogprobs(std::span<Row> rows, const float* logits);
   void HandleRuns(std::span<const SequenceRows> runs);
   void HandleRun(const SequenceRows& run, Sampler& sampler);
+  // Ends the run before its first row of a draft and puts the others into drafted_runs_.
+  void SplitDraft(SequenceRows& run);
+  void HandleDraft(const SequenceRows& run);
   void HandleRow(const Row& row, float* logits, std::span<const uint32_t> mask, Sampler& sampler);
   void TakeMask(SequenceRows& run);
   void ChooseToken(Sequence& sequence, float* logits, std::span<const uint32_t> mask,
@@ -89,9 +95,10 @@ class OutputProcessor {
   std::vector<int32_t> row_indices_;
   std::vector<int32_t> chosen_;  // tokens chosen by the device
   std::vector<RowSampling> samplings_;
-  std::vector<int32_t> read_rows_;                                // rows with logits on the host
-  std::vector<SequenceRows> runs_;                                // runs that threads share
-  std::vector<SequenceRows> masked_runs_;                         // runs with a token mask
+  std::vector<int32_t> read_rows_;          // rows with logits on the host
+  std::vector<SequenceRows> runs_;          // runs that threads share
+  std::vector<SequenceRows> masked_runs_;   // runs with a token mask
+  std::vector<SequenceRows> drafted_runs_;  // their rows that need a mask of their own
   std::vector<std::pair<const Row*, const float*>> prompt_rows_;  // rows and their logits
   std::vector<std::optional<TokenLogprobs>> prompt_logprobs_;     // empty if memory was short
 };

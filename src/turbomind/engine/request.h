@@ -27,7 +27,12 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 struct Request : SamplingRequest {
   uint64_t id = 0;  // unique; set by the caller
   std::vector<int32_t> prompt;
-  int priority = 0;        // lower values are served earlier (scheduler.h)
+  int priority = 0;  // lower values are served earlier (scheduler.h)
+  // The last `num_resumed` tokens of `prompt` are the beginning of the response, which another
+  // engine generated. Everything that follows is as if this engine had generated them, too:
+  // sampling, penalties and min_new_tokens count them, max_new_tokens includes them, and token_mask
+  // receives them.
+  int num_resumed = 0;
   int max_new_tokens = 0;  // 0: only run the prompt (log-probabilities, logits, pooling)
   bool ignore_eos = false;
   int num_prompt_logprobs = -1;  // like num_logprobs, for prompt tokens

@@ -56,6 +56,7 @@ const Batch& Scheduler::Plan() {
   batch_.Clear();
   for (auto& sequence : running_) {
     sequence->num_planned = 0;
+    sequence->draft.clear();
   }
   tokens_left_ = config_.max_step_tokens;
   const int64_t preemptions_before = stats_.num_preemptions;
@@ -87,7 +88,60 @@ int64_t Scheduler::PlanDecode() {
       ++num_decode_;
     }
   }
+  return cost + PlanDrafts(cost);
+}
+
+int64_t Scheduler::PlanDrafts(int64_t decode_cost) {
+  int64_t cost = 0;
+  for (Sequence* sequence : order_) {
+    if (sequence == nullptr || sequence->drafter == nullptr) {
+      continue;
+    }
+    sequence->drafter->Update(sequence->tokens);
+    const int64_t length = DraftLength(*sequence, decode_cost);
+    const int64_t end = sequence->num_tokens() + length;
+    if (length == 0 || !manager_.AllocateDataAndScaleBlocks(sequence->request->id, end)) {
+      continue;
+    }
+    const auto draft = sequence->drafter->candidate().first(static_cast<size_t>(length));
+    sequence->draft.assign(draft.begin(), draft.end());
+    sequence->num_planned += length;
+    tokens_left_ -= length;
+    cost += DraftCost(*sequence, length);
+  }
   return cost;
+}
+
+// Returns what a draft adds to the cost of a step.
+int64_t Scheduler::DraftCost(const Sequence& sequence, int64_t length) const {
+  const int64_t begin = sequence.num_computed;
+  return config_.cost.Chunk(groups_, begin, begin + 1 + length) -
+         config_.cost.Chunk(groups_, begin, begin + 1) + length * config_.cost.logits;
+}
+
+// Returns the length with the highest expected gain.
+int64_t Scheduler::DraftLength(const Sequence& sequence, int64_t decode_cost) const {
+  const NgramDrafter& drafter = *sequence.drafter;
+  const int64_t to_come = sequence.request->max_new_tokens - sequence.num_generated();
+  // A draft leaves tokens to the prompts of the step, and to a last token after it.
+  const int64_t longest =
+      std::min({static_cast<int64_t>(drafter.candidate().size()), to_come - 1,
+                config_.max_sequence_len - sequence.num_tokens() - 1, tokens_left_ / 2});
+  const double share = static_cast<double>(decode_cost) / num_decode_;
+  double probability = 1.;
+  double gain = 0.;
+  double best = 0.;
+  int64_t length = 0;
+  for (int64_t n = 1; n <= longest; ++n) {
+    probability *= drafter.acceptance();
+    gain += probability * share;
+    const double net = gain - static_cast<double>(DraftCost(sequence, n));
+    if (net > best) {
+      best = net;
+      length = n;
+    }
+  }
+  return length;
 }
 
 Sequence* Scheduler::SortPrompts() {
@@ -178,11 +232,12 @@ const Sequence* Scheduler::Preempt() {
   std::unique_ptr<Sequence> sequence = std::move(*victim);
   running_.erase(victim);
   manager_.FreeDataAndScaleBlocks(sequence->request->id);
-  if (sequence->num_planned == 1 && sequence->num_missing() == 1) {
+  if (sequence->num_planned > 0 && sequence->num_missing() == 1) {
     --num_decode_;
   }
   sequence->num_computed = 0;
   sequence->num_planned = 0;
+  sequence->draft.clear();
   Sequence* preempted = sequence.get();
   std::ranges::replace(order_, preempted, nullptr);
   Insert(waiting_, std::move(sequence));
@@ -336,7 +391,9 @@ void Scheduler::BuildTables(int group) {
 
 void Scheduler::StepDone() {
   for (Sequence* sequence : batch_.sequences) {
-    sequence->num_computed += sequence->num_planned;
+    // The last token is never part of the step if there was a draft: its row chose it.
+    const int64_t known = sequence->num_tokens() - (sequence->draft.empty() ? 0 : 1);
+    sequence->num_computed = std::min(sequence->num_computed + sequence->num_planned, known);
     manager_.Commit(sequence->request->id,
                     std::span(sequence->tokens).first(static_cast<size_t>(sequence->num_computed)));
   }

@@ -18,6 +18,7 @@ struct SchedulerConfig {
   int max_batch_size = 0;
   int max_step_tokens = 0;  // max_prefill_token_num
   StepCost cost;
+  int64_t max_sequence_len = 0;  // drafts end before it
 };
 
 struct SchedulerStats {
@@ -33,7 +34,9 @@ struct SchedulerStats {
 //
 // Sequences are served in the order of their priority (lower first), then of their arrival. Each
 // step does the following, within max_step_tokens new tokens:
-//   1. It plans one token of every sequence that decodes.
+//   1. It plans one token of every sequence that decodes. Then it adds drafts as far as blocks are
+//      left, each as long as its expected gain exceeds its cost: a right token saves the sequence's
+//      share of a step.
 //   2. It starts waiting sequences. A sequence starts if its whole prompt fits into every pool, in
 //      addition to the blocks promised to running sequences. While the next sequence does not fit,
 //      no other overtakes it. A sequence may wait for the prefix cache if a running one computes at
@@ -85,8 +88,8 @@ class Scheduler {
   // Plans the next step. The batch is valid until the next call and empty if there is nothing to
   // do.
   const Batch& Plan();
-  // Records that the planned step has run and its K and V are written. Committed blocks enter the
-  // prefix cache.
+  // Records that the planned step has run: its K and V are written, and tokens after them, if any,
+  // were chosen. Committed blocks enter the prefix cache.
   void StepDone();
   // Removes a sequence in any state and frees its blocks.
   std::unique_ptr<Sequence> Remove(const Sequence* sequence);
@@ -107,6 +110,10 @@ class Scheduler {
   const Sequence* Preempt();
   // Plans the sequences that decode. Returns what the step costs with them.
   int64_t PlanDecode();
+  // Adds drafts to the planned sequences of order_. Returns what they cost.
+  int64_t PlanDrafts(int64_t decode_cost);
+  int64_t DraftCost(const Sequence& sequence, int64_t length) const;
+  int64_t DraftLength(const Sequence& sequence, int64_t decode_cost) const;
   void PlanPrompts(int64_t decode_cost);
   // Sorts the running sequences that do not decode into order_, next first. Returns the oldest.
   Sequence* SortPrompts();

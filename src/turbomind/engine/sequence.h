@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "turbomind/engine/drafter.h"
 #include "turbomind/engine/request.h"
 
 namespace turbomind {
@@ -16,15 +17,19 @@ namespace turbomind {
 //  1. tokens = prompt, then generated tokens; it never shrinks. A preempted sequence computes all
 //     of it again and treats generated tokens as part of the prompt.
 //  2. num_computed < tokens.size() between steps, until the sequence is finished.
-//  3. `output` collects the results of the current step; the engine empties it after each step.
+//  3. `draft` belongs to the current step and is computed after `tokens`. The rows of its tokens
+//     decide how many of them are right; those enter `tokens` like sampled ones.
+//  4. `output` collects the results of the current step; the engine empties it after each step.
 struct Sequence {
   std::shared_ptr<Request> request;
   uint64_t arrival = 0;  // order of Submit
   std::vector<int32_t> tokens;
   int64_t num_prompt = 0;
   int64_t num_computed = 0;  // tokens whose K and V are in the cache
-  int64_t num_planned = 0;   // new tokens in the current step
-  int64_t share_owed = 0;    // of the budget, unused so far, as the oldest prompt
+  int64_t num_planned = 0;   // new tokens in the current step, draft included
+  std::vector<int32_t> draft;
+  std::unique_ptr<NgramDrafter> drafter;  // null: no speculation
+  int64_t share_owed = 0;                 // of the budget, unused so far, as the oldest prompt
   bool was_admitted = false;
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent

@@ -24,25 +24,32 @@ void TokenMasks::Begin(const Batch& batch) {
   Check(num_mask_requests_ == 0, "the previous step must have ended");
   for (Sequence* sequence : batch.sequences) {
     const Request& request = *sequence->request;
-    const bool chooses = sequence->num_computed + sequence->num_planned == sequence->num_tokens() &&
+    const bool chooses = sequence->num_computed + sequence->num_planned >= sequence->num_tokens() &&
                          request.max_new_tokens > 0;
     if (request.token_mask == nullptr || !chooses) {
       continue;
     }
-    if (num_mask_requests_ == mask_requests_.size()) {
-      mask_requests_.emplace_back();
-    }
-    MaskRequest& mask_request = mask_requests_[num_mask_requests_++];
-    mask_request.sequence = sequence;
-    mask_request.request = sequence->request;
-    mask_request.new_tokens.assign(
-        sequence->tokens.begin() + sequence->num_prompt + sequence->num_tokens_sent,
-        sequence->tokens.end());
-    sequence->num_tokens_sent = sequence->num_generated();
+    Add(*sequence);
   }
-  if (num_mask_requests_ == 0) {
-    return;
+  if (num_mask_requests_ > 0) {
+    Start();
   }
+}
+
+void TokenMasks::Add(Sequence& sequence) {
+  if (num_mask_requests_ == mask_requests_.size()) {
+    mask_requests_.emplace_back();
+  }
+  MaskRequest& mask_request = mask_requests_[num_mask_requests_++];
+  mask_request.sequence = &sequence;
+  mask_request.request = sequence.request;
+  mask_request.new_tokens.assign(
+      sequence.tokens.begin() + sequence.num_prompt + sequence.num_tokens_sent,
+      sequence.tokens.end());
+  sequence.num_tokens_sent = sequence.num_generated();
+}
+
+void TokenMasks::Start() {
   {
     const std::lock_guard lock(mutex_);
     num_requested_ = num_mask_requests_;
@@ -50,11 +57,19 @@ void TokenMasks::Begin(const Batch& batch) {
   requested_.notify_one();
 }
 
+std::span<const uint32_t> TokenMasks::Next(Sequence& sequence) {
+  WaitFor(num_mask_requests_);  // so that the thread waits
+  Add(sequence);
+  Start();
+  return Wait(sequence);
+}
+
 std::span<const uint32_t> TokenMasks::Wait(const Sequence& sequence) {
-  const auto end = mask_requests_.begin() + static_cast<std::ptrdiff_t>(num_mask_requests_);
-  const auto found =
-      std::ranges::find(mask_requests_.begin(), end, &sequence, &MaskRequest::sequence);
-  Check(found != end, "Begin must have started the sequence's mask");
+  const auto begin = mask_requests_.rend() - static_cast<std::ptrdiff_t>(num_mask_requests_);
+  const auto newest =
+      std::ranges::find(begin, mask_requests_.rend(), &sequence, &MaskRequest::sequence);
+  Check(newest != mask_requests_.rend(), "Begin must have started the sequence's mask");
+  const auto found = std::prev(newest.base());
   WaitFor(static_cast<size_t>(found - mask_requests_.begin()) + 1);
   if (found->error != nullptr) {
     std::rethrow_exception(found->error);

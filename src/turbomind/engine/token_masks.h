@@ -41,6 +41,9 @@ class TokenMasks {
   // started the sequence's mask.
   std::span<const uint32_t> Wait(const Sequence& sequence);
 
+  // Computes the mask after further tokens of this step and waits for it, like Wait.
+  std::span<const uint32_t> Next(Sequence& sequence);
+
   // Waits for all remaining masks.
   void End();
   // Like End, but skips masks whose callback has not started yet.
@@ -55,6 +58,8 @@ class TokenMasks {
     bool continues = false;
     std::exception_ptr error;
   };
+  void Add(Sequence& sequence);
+  void Start();
   void Work();
   void Compute(MaskRequest& mask_request) const;
   void WaitFor(size_t num_ready);

@@ -35,6 +35,7 @@ struct BlockTrie::Node {
   Children children;
   Children::iterator place;  // in the parent's children; unset for the root
   std::vector<int> blocks;   // by pool
+  uint64_t hash = 0;         // only with events
 
   bool HasBlock() const {
     return std::any_of(blocks.begin(), blocks.end(), [](int block) { return block >= 0; });
@@ -45,10 +46,12 @@ struct BlockTrie::Node {
   }
 };
 
-BlockTrie::BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len)
+BlockTrie::BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len,
+                     PrefixEvents* events)
     : num_pools_(num_pools),
       full_pools_(std::move(full_pools)),
       block_seq_len_(static_cast<size_t>(block_seq_len)),
+      events_(events),
       root_(std::make_unique<Node>()),
       node_of_(static_cast<size_t>(num_pools)) {
   Check(num_pools > 0 && block_seq_len > 0,
@@ -84,6 +87,7 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
                                          const std::vector<std::vector<int32_t>>& tables,
                                          const CacheSalt& salt) {
   std::vector<PoolBlock> entered;
+  PrefixEvent stored = {.kind = PrefixEventKind::kStored, .salt = salt};
   Node* node = root_.get();
   for (size_t i = 0; (i + 1) * block_seq_len_ <= tokens.size(); ++i) {
     const auto block_tokens = tokens.subspan(i * block_seq_len_, block_seq_len_);
@@ -96,6 +100,16 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
       child = made.get();
       child->parent = node;
       child->blocks.assign(static_cast<size_t>(num_pools_), -1);
+      if (events_) {
+        const auto parent =
+            node == root_.get() ? std::nullopt : std::optional<uint64_t>(node->hash);
+        child->hash = BlockHash(parent, key);
+        if (stored.blocks.empty()) {
+          stored.parent = parent;
+        }
+        stored.blocks.push_back(child->hash);
+        stored.tokens.insert(stored.tokens.end(), block_tokens.begin(), block_tokens.end());
+      }
       child->place = node->children.emplace(std::move(key), std::move(made)).first;
     }
     for (int pool = 0; pool < num_pools_; ++pool) {
@@ -112,11 +126,12 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
   }
   // Without a full-attention group, nodes outside every window may have received no block. Such a
   // node may stay only as an ancestor of other nodes.
-  while (node != root_.get() && !node->HasBlock() && node->children.empty()) {
-    Node* parent = node->parent;
-    Erase(node);
-    node = parent;
+  std::vector<uint64_t> erased;
+  EraseEmpty(node, &erased);
+  if (!stored.blocks.empty()) {
+    events_->Add(std::move(stored));
   }
+  ReportErased(std::move(erased));
   return entered;
 }
 
@@ -124,10 +139,24 @@ bool BlockTrie::MustLeave(const Node& node) const {
   return !full_pools_.empty() && !node.HasBlockIn(full_pools_);
 }
 
-void BlockTrie::Erase(Node* node) { node->parent->children.erase(node->place); }
+void BlockTrie::EraseEmpty(Node* node, std::vector<uint64_t>* erased) {
+  while (node != root_.get() && !node->HasBlock() && node->children.empty()) {
+    erased->push_back(node->hash);
+    Node* parent = node->parent;
+    parent->children.erase(node->place);
+    node = parent;
+  }
+}
+
+void BlockTrie::ReportErased(std::vector<uint64_t> erased) {
+  if (events_ && !erased.empty()) {
+    events_->Add({.kind = PrefixEventKind::kRemoved, .blocks = std::move(erased)});
+  }
+}
 
 // Iterative because a prefix may be many thousands of blocks deep.
-void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken) {
+void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken,
+                            std::vector<uint64_t>* erased) {
   std::vector<Node*> pending = {node};
   std::vector<std::unique_ptr<Node>> doomed;
   while (!pending.empty()) {
@@ -142,6 +171,7 @@ void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken) {
       }
     }
     for (auto& [key, child] : current->children) {
+      erased->push_back(child->hash);
       pending.push_back(child.get());
       doomed.push_back(std::move(child));
     }
@@ -157,20 +187,22 @@ std::vector<PoolBlock> BlockTrie::Remove(PoolBlock block) {
   std::vector<PoolBlock> taken = {block};
   node->blocks[p] = -1;
   node_of_[p].erase(found);
+  std::vector<uint64_t> erased;
   if (MustLeave(*node)) {
-    TakeSubtree(node, &taken);
+    TakeSubtree(node, &taken, &erased);
   }
-  while (node != root_.get() && !node->HasBlock() && node->children.empty()) {
-    Node* parent = node->parent;
-    Erase(node);
-    node = parent;
-  }
+  EraseEmpty(node, &erased);
+  ReportErased(std::move(erased));
   return taken;
 }
 
 std::vector<PoolBlock> BlockTrie::Clear() {
   std::vector<PoolBlock> taken;
-  TakeSubtree(root_.get(), &taken);
+  std::vector<uint64_t> erased;
+  TakeSubtree(root_.get(), &taken, &erased);
+  if (events_) {
+    events_->Add({.kind = PrefixEventKind::kCleared});
+  }
   return taken;
 }
 

@@ -1,12 +1,15 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
+
+#include "turbomind/kv/cache_salt.h"
+#include "turbomind/kv/prefix_events.h"
 
 namespace turbomind {
 
@@ -16,10 +19,6 @@ struct PoolBlock {
   int block = -1;
   bool operator==(const PoolBlock&) const = default;
 };
-
-// Separates prefix caches. Sequences share blocks only if their salts are equal. Zero is the
-// default.
-using CacheSalt = std::array<uint64_t, 2>;
 
 // The prefix cache. It maps token sequences to the blocks that hold their K and V.
 //
@@ -38,7 +37,10 @@ using CacheSalt = std::array<uint64_t, 2>;
 class BlockTrie {
  public:
   // `full_pools` are the pools of the full-attention group; empty if there is no such group.
-  BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len);
+  // `events` receives every node that is created or erased. It may be null and must outlive the
+  // trie.
+  BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len,
+            PrefixEvents* events = nullptr);
   ~BlockTrie();
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
@@ -74,12 +76,15 @@ class BlockTrie {
   struct Node;
   Node* Child(Node* parent, std::span<const int32_t> key) const;
   bool MustLeave(const Node& node) const;
-  void TakeSubtree(Node* node, std::vector<PoolBlock>* taken);
-  void Erase(Node* node);
+  // Appends the blocks of a node and its descendants to `taken`, and erases the descendants.
+  void TakeSubtree(Node* node, std::vector<PoolBlock>* taken, std::vector<uint64_t>* erased);
+  void EraseEmpty(Node* node, std::vector<uint64_t>* erased);
+  void ReportErased(std::vector<uint64_t> erased);
 
   int num_pools_;
   std::vector<int> full_pools_;
   size_t block_seq_len_;
+  PrefixEvents* events_;
   std::unique_ptr<Node> root_;
   std::vector<std::unordered_map<int, Node*>> node_of_;  // by pool: block → node
 };

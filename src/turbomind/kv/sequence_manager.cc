@@ -17,10 +17,10 @@ std::vector<int> FullPools(const KvCache& cache) {
                                     : std::vector<int>{0};
 }
 
-SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching)
+SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events)
     : cache_(cache),
       enable_prefix_caching_(enable_prefix_caching),
-      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len()) {
+      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len(), events) {
   for (int pool = 0; pool < cache.num_pools(); ++pool) {
     managers_.emplace_back(cache.num_blocks(pool));
   }

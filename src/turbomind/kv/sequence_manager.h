@@ -67,8 +67,8 @@ struct BlockCounts {
 // the engine thread may use it.
 class SequenceManager {
  public:
-  // `cache` must outlive the manager.
-  SequenceManager(KvCache& cache, bool enable_prefix_caching);
+  // `cache` and `events`, which may be null, must outlive the manager.
+  SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events = nullptr);
   virtual ~SequenceManager();
 
   // Creates a sequence. Returns the number of tokens found in the prefix cache. If

@@ -133,6 +133,16 @@ void CheckPreemption(Setting setting, int num_blocks, const Answers& want) {
   }
 }
 
+// Computes drafts, which the policy of the scheduler would refuse in part: a random model costs
+// nothing, and its answers repeat.
+void CheckDrafts(Setting setting, const Answers& want) {
+  setting.config.num_draft_tokens = 4;
+  auto engine = MakeEngine(setting);
+  CheckEqual(RunAll(*engine, 0, setting.prompts), 0, want);
+  CHECK(engine->stats().draft_tokens > 0);
+  CHECK(engine->stats().accepted_tokens > 0);
+}
+
 void CheckChunks(Setting setting, const Answers& want) {
   for (const int chunk : {16, 64}) {
     setting.config.max_prefill_token_num = chunk;
@@ -147,6 +157,8 @@ void CheckEveryWay(const Setting& setting, int num_blocks) {
   CheckEqual(RunAll(setting), 0, want);
   INFO("chunks of 16 and 64");
   CheckChunks(setting, want);
+  INFO("drafts");
+  CheckDrafts(setting, want);
   INFO("two threads");
   CheckEqual(RunAll(setting, 2), 0, want);
   INFO("prefix hits");

@@ -61,6 +61,39 @@ TEST_CASE("masks are requested while the step runs") {
   CHECK(device->num_late == 0);
 }
 
+TEST_CASE("each token of a draft has a mask of its own") {
+  constexpr int kMasks = 40;
+  const auto next = [](size_t num_received) { return 10 + static_cast<int32_t>(num_received % 5); };
+  int64_t num_steps = 0;
+  for (const int num_draft_tokens : {0, 4}) {
+    std::shared_ptr<Device> device = MakeCpuDevice(2);
+    const ModelConfig model = testing::TinyConfig();
+    EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
+    config.num_draft_tokens = num_draft_tokens;
+    Engine engine(model, config, testing::TinyWeights(model, *device), device, testing::kFreeBytes);
+    auto request = MakeRequest(1, RandomPrompt(1, 20), 100);
+    std::vector<int32_t> received;
+    request->token_mask = [&](const auto& tokens, auto& mask) {
+      received.insert(received.end(), tokens.begin(), tokens.end());
+      const auto allowed = static_cast<size_t>(next(received.size()));
+      mask.assign(mask.size(), 0);
+      mask[allowed / 32] = 1u << allowed % 32;
+      return received.size() < kMasks;
+    };
+    const RequestOutput output = RunOne(engine, request);
+    CHECK(output.finish_reason == FinishReason::kStop);
+    CHECK(output.tokens.size() == kMasks);
+    CHECK(received == output.tokens);
+    for (size_t i = 0; i < output.tokens.size(); ++i) {
+      CHECK(output.tokens[i] == next(i));
+    }
+    const EngineStats stats = engine.stats();
+    CHECK((stats.accepted_tokens > kMasks / 2) == (num_draft_tokens > 0));
+    CHECK((num_draft_tokens == 0 || stats.num_steps < num_steps / 2));
+    num_steps = stats.num_steps;
+  }
+}
+
 // The sequences of a planned batch and their token masks.
 struct Planned {
   Sequence* Add(TokenMaskFn mask, int64_t num_prompt, int64_t num_planned) {

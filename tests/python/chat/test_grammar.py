@@ -51,7 +51,7 @@ def test_grammar_waiting_answers_create_no_matcher() -> None:
             copies.append(matcher.deep_copy())
             return copies[-1]
 
-    matcher, grammar._matcher = grammar._matcher, Counted()
+    matcher, grammar.matcher = grammar.matcher, Counted()
     masks = [grammar.token_mask() for _ in range(128)]
     assert not copies
     assert (allowed(masks[0]), allowed(masks[0], b"a")) == ("a", "b")

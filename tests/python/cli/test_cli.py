@@ -90,7 +90,7 @@ def test_api_server_invalid_flag_is_named_in_the_error(capsys, flags, text):
 def test_main_invalid_command_lists_the_valid_ones(capsys):
     assert "needs a command: chat, serve, lite, kv-store, check_env." in refused(capsys, command=())
     assert "lmdeploy serve needs" in (text := refused(capsys, command=("serve",)))
-    assert "a command: api_server." in text
+    assert "a command: api_server, ray." in text
     assert "calibrate, kv-search, kv-report" in refused(capsys, command=("lite",))
     refused(capsys, command=("serve", "gradio"))
     refused(capsys, command=("convert",))

@@ -289,6 +289,8 @@ class FakeCore:
             num_steps=0,
             prompt_tokens=0,
             generated_tokens=0,
+            draft_tokens=0,
+            accepted_tokens=0,
             num_nonfinite=9,
             clipped=self.clipped,
         )

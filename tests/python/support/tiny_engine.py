@@ -62,8 +62,9 @@ def build_weights(device: Any, leave_out: str = "") -> Any:
     return builder.build()
 
 
-def make_engine(mode: str = "nvfp4") -> Any:
+def make_engine(mode: str = "nvfp4", *, num_draft_tokens: int = 0) -> Any:
     config = tm.EngineConfig()
+    config.num_draft_tokens = num_draft_tokens
     config.kv_format = mode
     config.max_batch_size = 4
     config.session_len = 256

@@ -1,0 +1,74 @@
+"""The option `--kv-events-config`: publish the changes of the prefix cache as vLLM does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lmdeploy.base.checks import OptionError, check_int, refuse
+
+FLAG = "--kv-events-config"
+_TRANSPORTS = ("tcp://", "ipc://", "inproc://")
+
+
+@dataclass(frozen=True)
+class KvEventsConfig:
+    """Where KV events are published. Events contain the tokens of prompts.
+
+    Args:
+        endpoint: ZeroMQ address of the PUB socket, which is bound. vLLM's default is tcp://*:5557.
+        replay_endpoint: address of the ROUTER socket that repeats batches. None opens none.
+        buffer_steps: number of the last batches that can be repeated.
+        hwm: number of batches that ZeroMQ queues for a slow subscriber.
+        topic: first part of each message.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if value is None and name == "replay_endpoint":
+                continue
+            if not isinstance(value, str) or not value.startswith(_TRANSPORTS):
+                wanted = f"an address that begins with {', '.join(_TRANSPORTS)}"
+                raise refuse(name, value, wanted=wanted, flag=FLAG)
+        for name in ("buffer_steps", "hwm"):
+            check_int(name, getattr(self, name), low=1, high=1 << 24, flag=FLAG)
+        if not isinstance(self.topic, str):
+            raise refuse("topic", self.topic, wanted="a string", flag=FLAG)
+
+
+def parse_kv_events(value: str | dict[str, Any] | KvEventsConfig | None) -> KvEventsConfig | None:
+    """Return the configuration, given as JSON text, a dict or None. None publishes no events.
+
+    vLLM's fields `enable_kv_cache_events` and `publisher` are accepted. Raise ValueError for an
+    unknown field or a wrong value.
+    """
+    if value is None or isinstance(value, KvEventsConfig):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise refuse("kv_events_config", value, wanted="a JSON object", flag=FLAG) from None
+    if not isinstance(value, dict):
+        raise refuse("kv_events_config", value, wanted="a JSON object", flag=FLAG)
+    given = dict(value)
+    enabled = given.pop("enable_kv_cache_events", True)
+    publisher = given.pop("publisher", "zmq")
+    given.pop("max_queue_size", None)  # of vLLM's queue between its threads
+    if publisher not in ("zmq", "null"):
+        raise refuse("publisher", publisher, wanted="zmq or null", flag=FLAG)
+    names = [field.name for field in fields(KvEventsConfig)]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        reason = f"has no field {unknown[0]!r}. The fields are {', '.join(names)}."
+        raise OptionError("kv_events_config", reason)
+    config = KvEventsConfig(**given)
+    return config if enabled and publisher == "zmq" else None
