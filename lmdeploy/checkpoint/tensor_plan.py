@@ -53,7 +53,7 @@ _MAX_STACKED = 16  # one layer has fewer
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where and how a file stores the tensors of a family."""
+    """Names and layout of the tensors of a family in one kind of file."""
 
     names: TensorNames  # in layers without experts, and outside the layers
     experts: tuple[ExpertTensors, ...]  # alternatives, for layers with experts

@@ -14,7 +14,7 @@ _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Where KV events are published. Events contain the tokens of prompts.
+    """Address and limits of the KV events. Events contain the tokens of prompts.
 
     Args:
         endpoint: ZeroMQ address of the PUB socket, which is bound. vLLM's default is tcp://*:5557.

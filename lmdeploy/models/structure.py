@@ -1,4 +1,4 @@
-"""What a decoder computes differently from Llama, as plain data."""
+"""Differences of a decoder from Llama, as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormSettings:
-    """Where a layer normalizes. A branch is attention or the feed-forward."""
+    """Places where a layer normalizes. A branch is attention or the feed-forward."""
 
     centered: bool = False  # LayerNorm instead of RMSNorm
     inputs: bool = True  # before each branch

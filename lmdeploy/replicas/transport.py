@@ -110,7 +110,7 @@ def _copy_logprobs(items: Sequence[Any]) -> list[Logprobs]:
 
 
 class Progress:
-    """What the client of one request has received, so that another engine can continue it."""
+    """Record of what the client of one request has received, for the engine that continues it."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
