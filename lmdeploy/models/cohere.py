@@ -11,14 +11,15 @@ from lmdeploy.models.family import (
     Ropes,
     configured_bias,
     gguf_periodic_windows,
-    layer_types,
-    windows_by_type,
+    patterned_windows,
+    rope_in_windows,
 )
 from lmdeploy.models.rope import rope_from_hf
 from lmdeploy.models.structure import NormSettings, Structure
 
 _NORM = NormSettings(centered=True)
 _PERIOD = 4
+_windows = patterned_windows(_PERIOD)
 
 
 def _structure(config: ConfigReader) -> Structure:
@@ -31,25 +32,12 @@ def _gguf_structure(config: ConfigReader, prefix: str) -> Structure:
     return Structure(logit_scale=scale, parallel=True, norm=_NORM)
 
 
-def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
-    period = config.integer("sliding_window_pattern", default=_PERIOD)
-    return layer_types(config, num_layers, period=period)
-
-
-def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    window = config.integer("sliding_window")
-    return windows_by_type(config, num_layers, window=window, kinds=_kinds(config, num_layers))
-
-
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
-    windows = _windows(config, num_layers)
-    rope = rope_from_hf(config, max_position)
-    return (rope,), tuple(0 if window else -1 for window in windows)
+    return rope_in_windows(rope_from_hf(config, max_position), _windows(config, num_layers))
 
 
 def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    windows = gguf_periodic_windows(_PERIOD)(config, prefix)
-    return (rope,), tuple(0 if window else -1 for window in windows)
+    return rope_in_windows(rope, gguf_periodic_windows(_PERIOD)(config, prefix))
 
 
 def _without_ffn_norm(names: dict[str, str]) -> dict[str, str]:

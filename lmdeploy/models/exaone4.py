@@ -13,6 +13,7 @@ from lmdeploy.models.family import (
     gguf_periodic_windows,
     layer_types,
     no_windows,
+    rope_in_windows,
     windows_by_type,
     without_input_norms,
 )
@@ -49,12 +50,12 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
     rope = rope_from_hf(config, max_position)
     windows = _windows(config, num_layers)
-    return (rope,), tuple(0 if window else -1 for window in windows) if any(windows) else ()
+    return rope_in_windows(rope, windows) if any(windows) else ((rope,), ())
 
 
 def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
     windows = gguf_periodic_windows(_PERIOD)(config, prefix)
-    return (rope,), tuple(0 if window else -1 for window in windows) if any(windows) else ()
+    return rope_in_windows(rope, windows) if any(windows) else ((rope,), ())
 
 
 FAMILY = ModelFamily(

@@ -179,6 +179,28 @@ def layer_types(config: ConfigReader, num_layers: int, *, period: int) -> list[s
     ]
 
 
+def patterned_types(config: ConfigReader, num_layers: int, *, period: int) -> list[str]:
+    """Return `layer_types`, where the key `sliding_window_pattern` replaces the period."""
+    period = config.integer("sliding_window_pattern", default=period)
+    return layer_types(config, num_layers, period=period)
+
+
+def patterned_windows(period: int) -> WindowRule:
+    """Return the rule of one `sliding_window` in the layers of `patterned_types`."""
+
+    def windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+        kinds = patterned_types(config, num_layers, period=period)
+        window = config.integer("sliding_window")
+        return windows_by_type(config, num_layers, window=window, kinds=kinds)
+
+    return windows
+
+
+def rope_in_windows(rope: RopeSettings, windows: tuple[int, ...]) -> Ropes:
+    """Return one RoPE for layers with a window, and none for the others."""
+    return (rope,), tuple(0 if window else -1 for window in windows)
+
+
 def windows_by_type(
     config: ConfigReader, num_layers: int, *, window: int, kinds: list[str] | None = None
 ) -> tuple[int, ...]:

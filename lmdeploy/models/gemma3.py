@@ -11,8 +11,8 @@ from lmdeploy.models.family import (
     Ropes,
     configured_bias,
     gguf_periodic_windows,
-    layer_types,
-    windows_by_type,
+    patterned_types,
+    patterned_windows,
 )
 from lmdeploy.models.gemma2 import (
     GEMMA_FIXED,
@@ -26,18 +26,8 @@ from lmdeploy.models.structure import Structure
 _PERIOD = 6
 
 
-def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
-    period = config.integer("sliding_window_pattern", default=_PERIOD)
-    return layer_types(config, num_layers, period=period)
-
-
-def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    window = config.integer("sliding_window")
-    return windows_by_type(config, num_layers, window=window, kinds=_kinds(config, num_layers))
-
-
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
-    kinds = _kinds(config, num_layers)
+    kinds = patterned_types(config, num_layers, period=_PERIOD)
     return ropes_by_layer_type(
         config, max_position, kinds=kinds, local_theta="rope_local_base_freq"
     )
@@ -61,7 +51,7 @@ FAMILY = ModelFamily(
     differs="as Gemma 2 without caps; norms of q and k, another RoPE in layers with a window",
     hf_architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM"),
     gguf_architectures=("gemma3",),
-    windows=_windows,
+    windows=patterned_windows(_PERIOD),
     gguf_windows=gguf_periodic_windows(_PERIOD),
     hf_bias=configured_bias,
     hf_tensors={**GEMMA_HF_TENSORS, **HF_QK_NORM},

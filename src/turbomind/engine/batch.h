@@ -12,10 +12,10 @@
 
 namespace turbomind {
 
-// The flat arrays of one step. Sequences with exactly one new token come first (decode). A
-// sequence with a draft has more, like a prompt. The
-// scheduler fills the arrays and the decoder reads them through Views(). Every step reuses the
-// memory, so a step no larger than an earlier one allocates nothing.
+// The flat arrays of one step. Sequences with exactly one new token come first (decode). A sequence
+// with a draft has more, like a prompt. The scheduler fills the arrays and the decoder reads them
+// through Views(). Every step reuses the memory, so a step no larger than an earlier one allocates
+// nothing.
 struct Batch {
   struct BlockTables {
     std::vector<int32_t> ids;           // [num_seqs, stride], -1 beyond a sequence's blocks
