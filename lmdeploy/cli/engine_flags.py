@@ -262,14 +262,14 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--speculative-algorithm",
         choices=SPECULATIVE_ALGORITHMS,
-        default="none",
+        default=TurbomindEngineConfig.speculative_algorithm,
         help="ngram copies drafts of the next tokens from earlier places of the text and computes "
-        "several tokens in one step; the answer does not change (default: none)",
+        "several tokens in one step; the answer does not change (default: %(default)s)",
     )
     group.add_argument(
         "--speculative-num-draft-tokens",
         type=int,
-        default=8,
+        default=TurbomindEngineConfig.speculative_num_draft_tokens,
         metavar="N",
         help=f"maximum length of a draft, 1 to {MAX_DRAFT_TOKENS} (default: %(default)s)",
     )

@@ -48,19 +48,19 @@ def text_config(values: Mapping[str, Any], architecture: str, *, source: str) ->
     """
     known = TEXT_ARCHITECTURES[architecture]
     inner = values.get("text_config")
+    model_type = inner.get("model_type") if isinstance(inner, dict) else None
     if not isinstance(inner, dict):
         inner = {key: value for key, value in values.items() if key != "vision_config"}
-        model_type = next(iter(known))
-    else:
-        # Some published folders omit it. The architecture then has only one kind of text part.
-        model_type = str(inner.get("model_type") or next(iter(known)))
+    if model_type is None and len(known) == 1:  # published folders may omit it
+        (model_type,) = known
+    model_type = str(model_type)
     if model_type not in known:
         raise ModelFormatError(
             f"{source}: text_config.model_type is {model_type[:40]!r}. It must be one of "
             f"{', '.join(known)}."
         )
     shared = {key: values[key] for key in _SHARED_KEYS if key in values}
-    logger.info("%s: only the text part of %s is loaded.", source, architecture)
+    logger.warning("%s: only the text part of %s is loaded.", source, architecture)
     return {**shared, **inner, "architectures": [known[model_type]]}
 
 

@@ -1,0 +1,24 @@
+"""The config.json of a text part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.text_part import text_config
+
+
+def test_text_part_without_a_model_type_has_the_only_one() -> None:
+    values = {"text_config": {"hidden_size": 8}, "eos_token_id": 3}
+    found = text_config(values, "Mistral3ForConditionalGeneration", source="x")
+    assert found["architectures"] == ["MistralForCausalLM"]
+    assert (found["hidden_size"], found["eos_token_id"]) == (8, 3)
+
+
+@pytest.mark.parametrize("inner", [{"hidden_size": 8}, {"model_type": "mamba"}, None], ids=str)
+def test_unknown_text_part_is_refused(inner: dict[str, Any] | None) -> None:
+    values = {"text_config": inner}
+    with pytest.raises(ModelFormatError, match="It must be one of llama, mistral, qwen2"):
+        text_config(values, "LlavaForConditionalGeneration", source="x")
