@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from lmdeploy.base.checks import OptionError, check_int, refuse
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
+
+logger = logging.getLogger("lmdeploy")
 
 APPLICATION = "lmdeploy"
 _MAX_ONGOING = 1024  # requests of one replica; its scheduler queues those that do not fit
@@ -57,6 +60,9 @@ def start_replicas(
     """
     try:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if options.address is None:
+            # Ray then listens on loopback only. On Linux it ignores a loopback node address.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         import ray
         from ray import serve
     except ImportError:
@@ -83,6 +89,10 @@ def start_replicas(
         config.num_threads = max(int(cpus), 1)
     app = deployment.bind(model_path, config, log_level=log_level)
     handle: Any = serve.run(app, name=APPLICATION, route_prefix=None)
+    logger.warning(
+        "Ray Serve opens one port for each replica on all interfaces and asks for no key there. "
+        "Close them with a firewall."
+    )
     plan = handle.memory_plan.remote().result()
 
     def make_core() -> ReplicatedCore:
@@ -102,10 +112,4 @@ def _connect(ray: Any, address: str | None) -> None:
     if address is not None:
         ray.init(address=address, log_to_driver=False)
         return
-    # All ports of a cluster on this machine stay on loopback.
-    ray.init(
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)

@@ -475,7 +475,8 @@ def test_check_healthy_closed_engine_is_reported_as_closed():
 
 def test_serve_that_cannot_listen_closes_its_engine(monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("lmdeploy.engine.async_engine.AsyncEngine.load", lambda *_, **__: engine)
+    monkeypatch.setattr("lmdeploy.engine.load.load_engine_with", lambda *_, **__: engine.loaded)
+    monkeypatch.setattr("lmdeploy.engine.async_engine.AsyncEngine", lambda _: engine)
 
     def listen(*_):
         raise ValueError("cannot listen")
