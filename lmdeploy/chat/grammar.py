@@ -7,6 +7,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ MAX_ANSWER_GRAMMAR_CHARS = 1 << 20
 # Bounded, because small models tend to write blank lines until max_tokens.
 _WHITESPACE = r"[ \n\t]{0,16}"
 ANY_TEXT = "/(?s:.*)/"
+# JSON bounds no number, and small models tend to write digits until max_tokens. An integer of 256
+# bits has 78 digits.
+_MAX_DIGITS = 80
 # Keywords by which a schema may allow properties that `properties` does not list.
 _MORE_PROPERTIES = {
     "$ref",
@@ -225,6 +229,8 @@ class Grammar:
 
         self._field = field
         self.text = text
+        self.tokenizer = tokenizer
+        self.has_json = '"json_schema": {' in text  # in a string, the quotes would be escaped
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         self.matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not self.matcher.is_error():
@@ -249,6 +255,7 @@ class AnswerMask:
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher: Any = None
+        self._digits = 0  # with which the answer ends
 
     @property
     def grammar(self) -> str:
@@ -267,7 +274,39 @@ class AnswerMask:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
         if matcher.is_error():
             raise self._grammar.failure("failed", matcher)
+        if self._grammar.has_json:
+            self._end_long_number(new_tokens, mask)
         return True
+
+    def _end_long_number(self, new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> None:
+        """Allow no further digit after `_MAX_DIGITS` of them in a JSON number."""
+        tokenizer = self._grammar.tokenizer
+        text: bytes = tokenizer.decode_bytes(list(new_tokens))
+        digits = len(text) - len(text.rstrip(b"0123456789"))
+        self._digits = self._digits + digits if digits == len(text) else digits
+        if self._digits < _MAX_DIGITS:
+            return
+        digit_tokens, quotation_marks = _digits_and_quotation_marks(tokenizer, mask.size)
+        others = mask & ~digit_tokens
+        # A quotation mark can follow digits in a string, but not in a number.
+        if others.any() and not (mask & quotation_marks).any():
+            mask[:] = others
+
+
+@lru_cache(maxsize=1)
+def _digits_and_quotation_marks(
+    tokenizer: Any, num_words: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return masks of the tokens that are only digits, and that begin with a quotation mark.
+
+    Every token is read, so they are only asked for when a number has become very long.
+    """
+    bits = np.zeros((2, num_words * 32), dtype=bool)
+    for token in range(min(tokenizer.vocab_size, num_words * 32)):
+        text = tokenizer.decode_bytes([token])
+        bits[:, token] = text.isdigit(), text.startswith(b'"')
+    digits, quotation_marks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return digits, quotation_marks
 
 
 class Grammars:

@@ -78,3 +78,43 @@ def test_token_mask_token_outside_the_grammar_raises_option_error() -> None:
     assert token_mask([], mask)
     with pytest.raises(OptionError, match=r"^response_format rejected a token: "):
         token_mask([ord("x")], mask)
+
+
+def mask_of_schema(schema: dict[str, Any]) -> Any:
+    return grammars().token_mask(text_of({"type": "json_schema", "json_schema": schema}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin"),
+    [("integer", ""), ("integer", "-"), ("number", ""), ("number", "-2."), ("number", "4e-")],
+)
+def test_token_mask_json_number_ends_after_80_digits(kind: str, begin: str) -> None:
+    mask_of = mask_of_schema({"type": "array", "items": {"type": kind}})
+    assert "7" in allowed(mask_of, b"[" + begin.encode() + b"7" * 79)
+    after = allowed(mask_of, b"7")
+    assert not set(after) & set("0123456789")
+    assert {",", "]"} <= set(after)
+    assert "7" in allowed(mask_of, b",")
+
+
+def test_token_mask_long_number_ends_when_its_digits_come_one_by_one() -> None:
+    mask_of = mask_of_schema({"type": "number"})
+    steps = [allowed(mask_of, b"7") for _ in range(80)]
+    assert all("7" in step for step in steps[:79])
+    assert "7" not in steps[79]
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "string", "pattern": "^[0-9]+$"}])
+def test_token_mask_digits_in_strings_have_no_bound(schema: dict[str, Any]) -> None:
+    assert "7" in allowed(mask_of_schema(schema), b'"' + b"7" * 500)
+
+
+def test_token_mask_constant_longer_than_80_digits_is_allowed() -> None:
+    pattern = "^" + "7" * 200 + "$"
+    mask_of = mask_of_schema({"type": "string", "pattern": pattern})
+    assert allowed(mask_of, b'"' + b"7" * 100) == "7"
+
+
+def test_token_mask_regex_may_have_any_number_of_digits() -> None:
+    mask_of = grammars().token_mask(text_of({"type": "regex_schema", "regex_schema": "x?[0-9]+,"}))
+    assert "7" in allowed(mask_of, b"7" * 500)
