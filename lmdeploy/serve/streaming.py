@@ -15,7 +15,7 @@ from lmdeploy.serve.errors import ApiError, error_body, json_bytes, to_api_error
 from lmdeploy.serve.jobs import Job, close_all, request_error
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from lmdeploy.serve.metrics import ServerMetrics
 
@@ -122,8 +122,17 @@ class SseResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. Then cancel the requests that still run, even after an exception."""
+
+        async def send_alone(message: Message) -> None:
+            """Send, then let the event loop notice if the client is gone.
+
+            asyncio logs a warning if more is written to a connection that is lost.
+            """
+            await send(message)
+            await asyncio.sleep(0)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_alone)
         finally:
             try:
                 close_all(self._jobs)
