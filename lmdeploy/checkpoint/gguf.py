@@ -53,6 +53,9 @@ def open_gguf(path: Path) -> Checkpoint:
         config = replace(config, ropes=(_longrope(reader, file, config=config), *config.ropes[1:]))
     present = set(file.names)
     names = _with_fused_matrices(family.gguf_tensors, present)
+    for name, stored in family.gguf_optional_tensors.items():
+        if as_location(stored).name.format(i=0) in present:
+            names[name] = stored
     for matrix in REQUIRED_MATRICES:
         if matrix not in names:
             continue
@@ -68,7 +71,10 @@ def open_gguf(path: Path) -> Checkpoint:
                 names=names,
                 experts=family.experts.gguf if family.experts else (),
                 interleaved_rope=family.gguf_interleaved_rope,
-                unused=family.gguf_unused,
+                unused=tuple(
+                    pattern.replace("<layers>", str(config.num_layers))
+                    for pattern in family.gguf_unused
+                ),
             ),
             source=str(path),
         )
@@ -98,7 +104,9 @@ def _config_from_gguf(
         raise reader.refuse(f"{prefix}.attention.causal is false. It must be true.")
     max_position = reader.integer(f"{prefix}.context_length")
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
-    windows = family.gguf_windows(reader, prefix)
+    # Layers that predict several tokens at once follow the others. They are not used.
+    layers -= reader.integer(f"{prefix}.nextn_predict_layers", default=0, low=0, high=layers - 1)
+    windows = family.gguf_windows(reader, prefix)[:layers]
     one_rope = family.gguf_ropes is gguf_one_rope
     rope = rope_from_gguf(
         reader,
@@ -112,7 +120,9 @@ def _config_from_gguf(
     )
     ropes, layer_ropes = family.gguf_ropes(reader, prefix=prefix, rope=rope)
     _check_window_pattern(reader, prefix, windows=windows)
-    moe = moe_from_gguf(reader, prefix, experts=family.experts) if family.experts else None
+    moe = None
+    if family.experts is not None:
+        moe = moe_from_gguf(reader, prefix, experts=family.experts, num_layers=layers)
     return check_config(
         reader,
         DecoderConfig(

@@ -5,6 +5,9 @@ from dataclasses import replace
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
 from lmdeploy.models.experts import (
+    GGUF_EXPERTS,
+    GGUF_SCORE_BIAS,
+    GGUF_SHARED,
     HF_QWEN,
     HF_SHARED_EXPERTS,
     HF_STACKED,
@@ -67,7 +70,7 @@ MOE_FAMILY = replace(
     models="ERNIE 4.5 with experts, text",
     differs="RoPE in pairs, experts by a softmax with a bias, shared ones",
     hf_architectures=("Ernie4_5_MoeForCausalLM",),
-    gguf_architectures=(),
+    gguf_architectures=("ernie4_5-moe",),
     hf_defaults={
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
@@ -86,6 +89,6 @@ MOE_FAMILY = replace(
             {**HF_QWEN, **HF_SHARED_EXPERTS, **_score_bias("mlp")},
             {**HF_STACKED, **HF_SHARED_EXPERTS, **_score_bias("mlp.gate")},
         ),
-        gguf=(),
+        gguf=({**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SCORE_BIAS},),
     ),
 )

@@ -272,6 +272,7 @@ class ModelFamily:
     hf_tensors: TensorNames = field(default_factory=lambda: HF_TENSORS)
     hf_extra_tensors: TensorRule = no_tensors  # that depend on config.json
     gguf_tensors: TensorNames = field(default_factory=lambda: GGUF_TENSORS)
+    gguf_optional_tensors: TensorNames = field(default_factory=dict)  # that some models have
     # The rows of each head of q and k that rotate are stored as pairs: i, i + dim / 2.
     hf_interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False

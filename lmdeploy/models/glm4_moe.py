@@ -3,6 +3,9 @@
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
 from lmdeploy.models.experts import (
+    GGUF_EXPERTS,
+    GGUF_SCORE_BIAS,
+    GGUF_SHARED,
     HF_QWEN,
     HF_SHARED_EXPERTS,
     HF_STACKED,
@@ -11,7 +14,13 @@ from lmdeploy.models.experts import (
     Experts,
     TensorLocation,
 )
-from lmdeploy.models.family import HF_QK_NORM, ModelFamily, TensorNames
+from lmdeploy.models.family import (
+    GGUF_QK_NORM,
+    GGUF_TENSORS,
+    HF_QK_NORM,
+    ModelFamily,
+    TensorNames,
+)
 
 _BIAS = {"router.score_bias": TensorLocation("model.layers.{i}.mlp.gate.e_score_correction_bias")}
 
@@ -42,19 +51,23 @@ FAMILY = ModelFamily(
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     differs="experts by sigmoids with a bias, a shared one, dense first layers, partial RoPE",
     hf_architectures=("Glm4MoeForCausalLM",),
-    gguf_architectures=(),
+    gguf_architectures=("glm4moe",),
     hf_bias=lambda config: ("q", "k", "v") if config.flag("attention_bias", default=False) else (),
     hf_extra_tensors=_tensors,
+    gguf_tensors={**GGUF_TENSORS, "ffn_norm": "blk.{i}.post_attention_norm.weight"},
+    gguf_optional_tensors=GGUF_QK_NORM,
     hf_defaults={"partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
     hf_fixed={"n_group": 1, "topk_group": 1},
     # The layers that predict several tokens at once follow the others. They are not used.
     hf_unused=(r"model\.layers\.<layers>\..*",),
+    gguf_unused=(r"blk\.<layers>\..*",),
     experts=Experts(
         settings=_settings,
         hf=(
             {**HF_QWEN, **HF_SHARED_EXPERTS, **_BIAS},
             {**HF_STACKED, **HF_SHARED_EXPERTS, **_BIAS},
         ),
-        gguf=(),
+        gguf=({**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SCORE_BIAS},),
+        gguf_gating=2,
     ),
 )

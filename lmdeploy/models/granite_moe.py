@@ -6,6 +6,7 @@ from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
 from lmdeploy.models.experts import (
     GGUF_EXPERTS,
+    GGUF_SHARED,
     MAX_WIDTH,
     Experts,
     ExpertTensors,
@@ -37,6 +38,8 @@ _SHARED: ExpertTensors = {
     "shared.up": TensorLocation("model.layers.{i}.shared_mlp.input_linear.weight", half=1),
     "shared.down": TensorLocation("model.layers.{i}.shared_mlp.output_linear.weight"),
 }
+# llama.cpp has one architecture for both.
+_GGUF: tuple[ExpertTensors, ...] = (GGUF_EXPERTS, {**GGUF_EXPERTS, **GGUF_SHARED})
 
 
 def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
@@ -56,7 +59,7 @@ FAMILY = ModelFamily(
     gguf_interleaved_rope=True,
     structure=granite_structure,
     gguf_structure=gguf_granite_structure,
-    experts=Experts(settings=_settings, hf=(_PUBLISHED, _STACKED), gguf=(GGUF_EXPERTS,)),
+    experts=Experts(settings=_settings, hf=(_PUBLISHED, _STACKED), gguf=_GGUF),
 )
 SHARED_FAMILY = replace(
     FAMILY,

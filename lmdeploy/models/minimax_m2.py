@@ -4,8 +4,23 @@ from dataclasses import replace
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
-from lmdeploy.models.experts import HF_MIXTRAL, HF_STACKED, Experts, TensorLocation, local_experts
-from lmdeploy.models.family import HF_QK_NORM, HF_TENSORS, ModelFamily, Ropes
+from lmdeploy.models.experts import (
+    GGUF_EXPERTS,
+    GGUF_SCORE_BIAS,
+    HF_MIXTRAL,
+    HF_STACKED,
+    Experts,
+    TensorLocation,
+    local_experts,
+)
+from lmdeploy.models.family import (
+    GGUF_QK_NORM,
+    GGUF_TENSORS,
+    HF_QK_NORM,
+    HF_TENSORS,
+    ModelFamily,
+    Ropes,
+)
 from lmdeploy.models.rope import rope_from_hf
 from lmdeploy.models.structure import NormSettings, Structure
 
@@ -28,19 +43,23 @@ def _bias(block: str) -> dict[str, TensorLocation]:
     }
 
 
+_STRUCTURE = Structure(norm=NormSettings(qk_all_heads=True))
 FAMILY = ModelFamily(
     name="minimax_m2",
     models="MiniMax-M2",
     differs="experts by sigmoids with a bias, norms of q and k over all heads, partial RoPE",
     hf_architectures=("MiniMaxM2ForCausalLM",),
-    gguf_architectures=(),
+    gguf_architectures=("minimax-m2",),
     hf_tensors={**HF_TENSORS, **HF_QK_NORM},
     hf_defaults={"head_dim": 128, "rope_theta": 5e6},
-    structure=lambda config: Structure(norm=NormSettings(qk_all_heads=True)),
+    gguf_tensors={**GGUF_TENSORS, **GGUF_QK_NORM},
+    structure=lambda config: _STRUCTURE,
+    gguf_structure=lambda config, prefix: _STRUCTURE,
     ropes=_ropes,
     experts=Experts(
         settings=_settings,
         hf=({**HF_MIXTRAL, **_bias("block_sparse_moe")}, {**HF_STACKED, **_bias("mlp")}),
-        gguf=(),
+        gguf=({**GGUF_EXPERTS, **GGUF_SCORE_BIAS},),
+        gguf_gating=2,
     ),
 )

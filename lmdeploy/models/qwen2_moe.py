@@ -7,6 +7,7 @@ from lmdeploy.models.decoder_config import MoeSettings
 from lmdeploy.models.experts import (
     GGUF_EXPERTS,
     GGUF_SHARED,
+    GGUF_SHARED_GATE,
     HF_QWEN,
     HF_SHARED,
     HF_STACKED,
@@ -43,7 +44,7 @@ FAMILY = ModelFamily(
     experts=Experts(
         settings=_settings,
         hf=({**HF_QWEN, **HF_SHARED}, {**HF_STACKED, **HF_SHARED}),
-        gguf=({**GGUF_EXPERTS, **GGUF_SHARED},),
+        gguf=({**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SHARED_GATE},),
         gguf_normalize=False,
     ),
 )

@@ -28,4 +28,4 @@ def test_gguf_logits_equal_transformers(made: GgufModel, tmp_path: Path) -> None
 def test_every_gguf_architecture_is_compared() -> None:
     compared = {made.arch for made in GGUF_MODELS} | _COVERED_ELSEWHERE
     supported = {name for family in FAMILIES for name in family.gguf_architectures}
-    assert supported - compared == {"granitemoe"}  # tests/python/checkpoint/test_experts.py
+    assert supported <= compared

@@ -17,6 +17,21 @@ _GRANITE = {
     "residual_scale": 0.22,
     "logit_scale": 4.0,
 }
+_EXPERT_KEYS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 48}
+# End of a name in transformers → names in GGUF of the parts of its rows.
+_EXPERT_NAMES = {
+    "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+    "e_score_correction_bias": ("exp_probs_b.bias",),
+    "shared_experts.gate_proj.weight": ("ffn_gate_shexp.weight",),
+    "shared_experts.up_proj.weight": ("ffn_up_shexp.weight",),
+    "shared_experts.down_proj.weight": ("ffn_down_shexp.weight",),
+    "shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "shared_mlp.output_linear.weight": ("ffn_down_shexp.weight",),
+    "mlp.gate.weight": ("ffn_gate_inp.weight",),
+    "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
+    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,7 @@ class GgufModel:
     keys: dict[str, Any] = field(default_factory=dict)
     permuted: bool = False  # the converter stores q and k in pairs
     norm_offset: float = 0.0  # the converter adds it
+    unused_layers: int = 0  # that predict several tokens at once
 
 
 def _tiny(name: str, architecture: str, settings: dict[str, Any], **options: Any) -> TinyModel:
@@ -143,6 +159,98 @@ GGUF_MODELS = (
         {"rope.dimension_count": 32},
         norm_offset=1.0,
     ),
+    GgufModel(
+        _tiny(
+            "glm4-moe",
+            "Glm4Moe",
+            {
+                "num_hidden_layers": 3,
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 48,
+                "routed_scaling_factor": 1.5,
+                "first_k_dense_replace": 1,
+                "use_qk_norm": True,
+                "attention_bias": True,
+            },
+        ),
+        "glm4moe",
+        {
+            **_EXPERT_KEYS,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "leading_dense_block_count": 1,
+            "rope.dimension_count": 32,
+        },
+        unused_layers=1,
+    ),
+    GgufModel(
+        _tiny(
+            "minimax-m2",
+            "MiniMaxM2",
+            {
+                "num_local_experts": 6,
+                "num_experts_per_tok": 2,
+                "rotary_dim": 32,
+                "intermediate_size": 48,
+            },
+            rope={"partial_rotary_factor": 0.5},
+        ),
+        "minimax-m2",
+        {**_EXPERT_KEYS, "expert_gating_func": 2, "rope.dimension_count": 32},
+    ),
+    GgufModel(
+        _tiny(
+            "ernie4-5-moe",
+            "Ernie4_5_Moe",
+            {
+                "num_hidden_layers": 3,
+                "moe_num_experts": 6,
+                "moe_k": 2,
+                "moe_intermediate_size": 48,
+                "moe_num_shared_experts": 2,
+            },
+        ),
+        "ernie4_5-moe",
+        {
+            **_EXPERT_KEYS,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 96,
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 1,
+        },
+    ),
+    *(
+        GgufModel(
+            _tiny(
+                name,
+                architecture,
+                {
+                    "embedding_multiplier": 6.0,
+                    "residual_multiplier": 0.22,
+                    "attention_multiplier": 0.05,
+                    "logits_scaling": 4.0,
+                    "num_local_experts": 6,
+                    "num_experts_per_tok": 2,
+                    "intermediate_size": 48,
+                    **settings,
+                },
+            ),
+            "granitemoe",
+            {**_GRANITE, **_EXPERT_KEYS, **keys},
+            permuted=True,
+        )
+        for name, architecture, settings, keys in (
+            ("granite-moe", "GraniteMoe", {}, {}),
+            (
+                "granite-moe-shared",
+                "GraniteMoeShared",
+                {"shared_intermediate_size": 96},
+                {"expert_shared_feed_forward_length": 96},
+            ),
+        )
+    ),
 )
 
 
@@ -154,7 +262,7 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == made.arch)
     writer = gguf.GGUFWriter(path, made.arch)
     layers = config.num_hidden_layers
-    writer.add_block_count(layers)
+    writer.add_block_count(layers + made.unused_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -171,16 +279,30 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     if "rope.freq_base" not in made.keys:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in made.keys.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add = {
+            str: writer.add_string,
+            float: writer.add_float32,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+        }
         add[type(value)](f"{made.arch}.{key}", value)
     write_tokenizer(writer)
     if "longrope" in made.tiny.name:
         writer.add_tensor("rope_factors_short.weight", np.array(_SHORT, np.float32))
         writer.add_tensor("rope_factors_long.weight", np.array(_LONG, np.float32))
+    if made.unused_layers:
+        writer.add_uint32(f"{made.arch}.nextn_predict_layers", made.unused_layers)
+        writer.add_tensor(f"blk.{layers}.nextn.enorm.weight", np.ones(4, np.float32))
     tensor_names = gguf.get_tensor_name_map(arch, layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.state_dict().items():
         values = parameter.detach().numpy()
+        if parts := _expert_parts(name):
+            for stored, part in zip(parts, _split(values, len(parts)), strict=True):
+                writer.add_tensor(stored, np.ascontiguousarray(part))
+            continue
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         stored = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if name.endswith("norm.weight"):
@@ -188,3 +310,16 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
         num_heads = heads.get(name.split(".")[-2], 0) if made.permuted else 0
         writer.add_tensor(stored, interleave(values, num_heads) if num_heads else values)
     finish_gguf(writer)
+
+
+def _expert_parts(name: str) -> list[str]:
+    """Return the names in GGUF of the parts of a tensor of the experts, or nothing for others."""
+    for end, parts in _EXPERT_NAMES.items():
+        if name.endswith(end):
+            return [f"blk.{name.split('.')[2]}.{part}" for part in parts]
+    return []
+
+
+def _split(values: np.ndarray, count: int) -> list[np.ndarray]:
+    """Return equal groups of the rows of a matrix or of a stack of matrices."""
+    return np.split(values, count, axis=-2) if count > 1 else [values]
