@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmdeploy.replicas.transport import Output, Progress, request_fields
+from lmdeploy.replicas.transport import REQUEST_ID, Output, Progress, request_fields
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -178,7 +178,7 @@ class ReplicatedCore:
         """Pass on all outputs except the last, which is returned."""
         deadline = time.monotonic() + self._patience.lost_seconds
         while True:
-            groups = self._generate(progress.rest())
+            groups = self._generate({**progress.rest(), REQUEST_ID: request_id})
             try:
                 steps = aiter(groups)
                 while True:

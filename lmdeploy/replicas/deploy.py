@@ -65,6 +65,7 @@ def start_replicas(
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         import ray
         from ray import serve
+        from ray.serve.config import RequestRouterConfig
     except ImportError:
         raise OptionError("num_replicas", "needs Ray. Install lmdeploy-fp4[ray].") from None
     _connect(ray, options.address)
@@ -83,6 +84,9 @@ def start_replicas(
         graceful_shutdown_timeout_s=1,  # the rest of a response is generated elsewhere
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": cpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="lmdeploy.replicas.router.PrefixRouter"
+        ),
         **scaling,
     )
     if config.num_threads is None:

@@ -40,6 +40,7 @@ REQUEST_FIELDS = (
     "pooling",
     "cache_salt",
 )
+REQUEST_ID = "request_id"  # in the core that sends it, for the router
 GRAMMAR = "grammar"  # instead of token_mask: the text from which an engine compiles it
 
 

@@ -100,6 +100,21 @@ def test_api_keys_hold(server):
     assert reply.status_code == 200
 
 
+def test_turns_of_a_conversation_meet_the_replica_that_has_its_beginning(server):
+    prompts = {i: f"conversation {i} " * 20 for i in range(8)}
+    cached = []
+    for _ in range(3):
+        for i in prompts:
+            body = {"model": "m", "prompt": prompts[i], "max_tokens": 4}
+            reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=60)
+            usage = reply.json()["usage"]
+            cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+            assert usage["prompt_tokens"] > 200
+            prompts[i] += f"and so on {i} " * 20
+    assert all(tokens >= 128 for tokens in cached[8:16])
+    assert all(tokens >= 256 for tokens in cached[16:])
+
+
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.timeout(200)
 def test_a_stream_survives_the_death_of_both_replicas(server, name):
