@@ -42,23 +42,19 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         tried = self._tried.get(fields[REQUEST_ID], set())
         usable = [r for r in found if r.replica_id not in tried] or found
         loads = {r.replica_id: self._running[r.replica_id] for r in usable}
-        best = self._table.choose(_keys_of(fields), loads)
+        keys = prefix_keys(fields["prompt"], str(fields["cache_salt"]))
+        best = self._table.choose(keys, loads)
+        self._table.record(keys, best)
+        self._remember(fields[REQUEST_ID], best)
         return [
             [r for r in usable if r.replica_id == best],
             [r for r in found if r.replica_id != best],
         ]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
-        """Remember where a request is computed. Ray calls this."""
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Count a request that is sent. Ray calls this."""
+        super().on_send_request(replica_id)
         self._running[replica_id] += 1
-        fields = _fields_of(pending_request)
-        if fields is not None:
-            self._table.record(_keys_of(fields), replica_id)
-            self._tried.setdefault(fields[REQUEST_ID], set()).add(replica_id)
-            while len(self._tried) > _MAX_TRIED:
-                self._tried.popitem(last=False)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count the end of a request. Ray calls this, also if the request failed."""
@@ -72,13 +68,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             del self._running[replica_id]
         super().update_replicas(replicas)
 
+    def _remember(self, request_id: int, replica_id: Any) -> None:
+        self._tried.setdefault(request_id, set()).add(replica_id)
+        while len(self._tried) > _MAX_TRIED:
+            self._tried.popitem(last=False)
+
 
 def _fields_of(request: PendingRequest | None) -> dict[str, Any] | None:
     """Return the fields of a call of `EngineReplica.generate`, or None for other calls."""
     if request is None or not request.args or not isinstance(request.args[0], dict):
         return None
     return request.args[0]
-
-
-def _keys_of(fields: dict[str, Any]) -> list[bytes]:
-    return prefix_keys(fields["prompt"], str(fields["cache_salt"]))
