@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmdeploy")
 
-MEDIUM = "CPU"
+# vLLM's name for the memory of the engine itself. Routers weigh "CPU" as an offload tier.
+MEDIUM = "GPU"
 _WAIT_MS = 50  # also the longest time until a replay request is answered
 _LAST = (-1).to_bytes(8, "big", signed=True)
 _NO_SALT = bytes(16)

@@ -62,13 +62,13 @@ def test_events_are_encoded_in_the_order_of_vllms_fields():
     stored = SimpleNamespace(kind="stored", blocks=[7, 2**64 - 1], parent=3, tokens=[1, 2, 3, 4])
     stored.salt = NO_SALT
     # block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name
-    want = ["BlockStored", [7, 2**64 - 1], 3, [1, 2, 3, 4], 2, None, "CPU", None]
+    want = ["BlockStored", [7, 2**64 - 1], 3, [1, 2, 3, 4], 2, None, "GPU", None]
     assert encode_event(stored, block_tokens=2) == want
     stored.salt = bytes(range(16))
     salt = bytes(range(16)).hex()
     assert encode_event(stored, block_tokens=2) == [*want, [[salt], [salt]]]  # extra_keys
     removed = SimpleNamespace(kind="removed", blocks=[7])
-    assert encode_event(removed, block_tokens=2) == ["BlockRemoved", [7], "CPU"]
+    assert encode_event(removed, block_tokens=2) == ["BlockRemoved", [7], "GPU"]
     cleared = SimpleNamespace(kind="cleared")
     assert encode_event(cleared, block_tokens=2) == ["AllBlocksCleared"]
 
@@ -124,7 +124,7 @@ def test_the_replay_socket_repeats_batches_from_a_number(tmp_path):
     received = [dealer.recv_multipart() for _ in range(3)]
     numbers = [int.from_bytes(part[1], "big", signed=True) for part in received]
     assert numbers == [3, 4, -1] and received[-1][2] == b""
-    assert msgpack.unpackb(received[0][2])[1] == [["BlockRemoved", [3], "CPU"]]
+    assert msgpack.unpackb(received[0][2])[1] == [["BlockRemoved", [3], "GPU"]]
     dealer.send_multipart([b"", bytes(8)])
     oldest = int.from_bytes(dealer.recv_multipart()[1], "big")
     assert oldest == 2  # three batches are kept
