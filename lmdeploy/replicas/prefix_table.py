@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 import numpy as np
 
+Replica = TypeVar("Replica", bound=Hashable)
+
 _BLOCK_TOKENS = 64  # beginnings are compared in steps of this many tokens
 _DIGEST_BYTES = 8
-_MAX_BLOCKS = 1 << 17  # about 30 MB
+_MAX_BLOCKS = 1 << 17  # about 70 MB
 # A replica may have this many requests more than the least loaded one before its prefixes are also
 # computed elsewhere.
 _SLACK_FACTOR = 1.5
@@ -32,7 +35,7 @@ def prefix_keys(prompt: Sequence[int], salt: str = "") -> list[bytes]:
     return keys
 
 
-class PrefixTable:
+class PrefixTable(Generic[Replica]):
     """Chooses replicas by their prefixes and their load.
 
     It learns only from `record`, so a replica may have evicted what the table says. Such a
@@ -42,14 +45,14 @@ class PrefixTable:
 
     def __init__(self, *, max_blocks: int = _MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._holders: OrderedDict[bytes, set[Hashable]] = OrderedDict()
-        self._num_blocks: Counter[Hashable] = Counter()
+        self._holders: OrderedDict[bytes, set[Replica]] = OrderedDict()
+        self._num_blocks: Counter[Replica] = Counter()
 
     def __len__(self) -> int:
         """Return the number of blocks that are remembered."""
         return len(self._holders)
 
-    def choose(self, keys: Sequence[bytes], loads: Mapping[Hashable, int]) -> Hashable:
+    def choose(self, keys: Sequence[bytes], loads: Mapping[Replica, int]) -> Replica:
         """Return the replica for a prompt.
 
         Args:
@@ -63,7 +66,7 @@ class PrefixTable:
         lengths = self._prefix_lengths(keys, {r for r, load in loads.items() if load <= limit})
         return min(lengths, key=lambda r: (-lengths[r], loads[r], self._num_blocks[r]))
 
-    def record(self, keys: Sequence[bytes], replica: Hashable) -> None:
+    def record(self, keys: Sequence[bytes], replica: Replica) -> None:
         """Remember that a replica computes a prompt."""
         for key in reversed(keys):  # so that the end of a prefix is forgotten before its beginning
             holders = self._holders.setdefault(key, set())
@@ -75,7 +78,7 @@ class PrefixTable:
             _, holders = self._holders.popitem(last=False)
             self._num_blocks.subtract(holders)
 
-    def forget(self, replicas: set[Hashable]) -> None:
+    def forget(self, replicas: set[Replica]) -> None:
         """Forget replicas that no longer exist."""
         if not any(self._num_blocks.pop(replica, 0) for replica in replicas):
             return
@@ -84,9 +87,7 @@ class PrefixTable:
             if not holders:
                 del self._holders[key]
 
-    def _prefix_lengths(
-        self, keys: Sequence[bytes], replicas: set[Hashable]
-    ) -> dict[Hashable, int]:
+    def _prefix_lengths(self, keys: Sequence[bytes], replicas: set[Replica]) -> dict[Replica, int]:
         """Return the number of blocks at the beginning of a prompt that each replica has."""
         lengths = dict.fromkeys(replicas, 0)
         having = replicas

@@ -23,7 +23,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **_: Any) -> None:
         """Begin with an empty table. Ray calls this once."""
-        self._table = PrefixTable()
+        self._table: PrefixTable[ReplicaID] = PrefixTable()
         self._running: Counter[ReplicaID] = Counter()
         self._tried: OrderedDict[int, set[ReplicaID]] = OrderedDict()
 

@@ -34,14 +34,14 @@ def test_prefix_keys_of_different_salts_have_nothing_in_common() -> None:
 
 
 def test_prefix_table_chooses_the_longest_prefix() -> None:
-    table = PrefixTable()
+    table: PrefixTable[str] = PrefixTable()
     table.record(prefix_keys(prompt(0)[:128]), "a")
     table.record(prefix_keys(prompt(0)), "b")
     assert table.choose(prefix_keys(prompt(0)), idle("a", "b", "c")) == "b"
 
 
 def test_prefix_table_gap_in_a_prefix_ends_it() -> None:
-    table = PrefixTable()
+    table: PrefixTable[str] = PrefixTable()
     keys = prefix_keys(prompt(0))
     table.record(keys[1:], "a")
     table.record(keys[:1], "b")
@@ -49,11 +49,12 @@ def test_prefix_table_gap_in_a_prefix_ends_it() -> None:
 
 
 def test_prefix_table_gives_new_prefixes_to_the_replica_with_the_fewest_requests() -> None:
-    assert PrefixTable().choose(prefix_keys(prompt(0)), {"a": 2, "b": 1, "c": 3}) == "b"
+    table: PrefixTable[str] = PrefixTable()
+    assert table.choose(prefix_keys(prompt(0)), {"a": 2, "b": 1, "c": 3}) == "b"
 
 
 def test_prefix_table_spreads_new_prefixes_over_idle_replicas() -> None:
-    table = PrefixTable()
+    table: PrefixTable[str] = PrefixTable()
     for i in range(64):
         keys = prefix_keys(prompt(i))
         table.record(keys, table.choose(keys, idle("a", "b", "c", "d")))
@@ -62,11 +63,11 @@ def test_prefix_table_spreads_new_prefixes_over_idle_replicas() -> None:
 
 
 def test_prefix_table_hot_prefix_spreads_when_its_replica_is_loaded() -> None:
-    table = PrefixTable()
+    table: PrefixTable[str] = PrefixTable()
     keys = prefix_keys(prompt(0))
     loads = idle("a", "b", "c", "d")
     for _ in range(40):
-        replica = str(table.choose(keys, loads))
+        replica = table.choose(keys, loads)
         table.record(keys, replica)
         loads[replica] += 1
     assert max(loads.values()) <= 1.5 * min(loads.values()) + 5
@@ -74,7 +75,7 @@ def test_prefix_table_hot_prefix_spreads_when_its_replica_is_loaded() -> None:
 
 
 def test_prefix_table_is_bounded_and_forgets_the_oldest() -> None:
-    table = PrefixTable(max_blocks=100)
+    table: PrefixTable[str] = PrefixTable(max_blocks=100)
     table.record(prefix_keys(prompt(0)), "a")
     for i in range(1, 5000):
         table.record(prefix_keys(prompt(i)), "b")
@@ -87,14 +88,14 @@ def test_prefix_table_is_bounded_and_forgets_the_oldest() -> None:
 
 
 def test_prefix_table_forgets_the_end_of_a_prefix_before_its_beginning() -> None:
-    table = PrefixTable(max_blocks=4)
+    table: PrefixTable[str] = PrefixTable(max_blocks=4)
     table.record(prefix_keys(prompt(0)), "a")
     table.record(prefix_keys(prompt(1, 64)), "b")
     assert table.choose(prefix_keys(prompt(0)), {"a": 3, "b": 0}) == "a"
 
 
 def test_prefix_table_forgets_replicas_that_are_gone() -> None:
-    table = PrefixTable()
+    table: PrefixTable[str] = PrefixTable()
     keys = prefix_keys(prompt(0))
     table.record(keys, "a")
     table.record(keys[:2], "b")
