@@ -26,11 +26,11 @@ def prefix_keys(prompt: Sequence[int], salt: str = "") -> list[bytes]:
     Prompts with different salts have no key in common.
     """
     tokens = np.asarray(prompt, dtype=np.int32)
-    key = salt.encode()
+    key = blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
     keys = []
     for first in range(0, len(tokens) - _BLOCK_TOKENS + 1, _BLOCK_TOKENS):
         block = tokens[first : first + _BLOCK_TOKENS].tobytes()
-        key = blake2b(block, key=blake2b(key).digest()[:16], digest_size=_DIGEST_BYTES).digest()
+        key = blake2b(block, key=key, digest_size=_DIGEST_BYTES).digest()
         keys.append(key)
     return keys
 
