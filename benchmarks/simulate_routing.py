@@ -39,7 +39,7 @@ class Replica:
         self.running = 0
         self.requests = 0
 
-    def run(self, keys: list[Key], tokens: int, now: float) -> tuple[int, float]:
+    def run(self, keys: list[Key], tokens: int, *, now: float) -> tuple[int, float]:
         """Take a request. Return its cached tokens and the time at which it ends."""
         hits = sum(1 for _ in itertools.takewhile(self._blocks.__contains__, keys))
         for key in reversed(keys):
@@ -104,7 +104,7 @@ def simulate(args: argparse.Namespace) -> dict[str, float]:
             table.record(names, chosen)
         else:
             chosen = next(turn)
-        found, end = replicas[chosen].run(keys, tokens, now)
+        found, end = replicas[chosen].run(keys, tokens, now=now)
         heapq.heappush(running, (end, chosen))
         cached, total = cached + found, total + tokens
     counts = [replica.requests for replica in replicas]
