@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny_families import FAMILY_MODELS
 from tiny_gguf import finish_gguf, interleave, write_tokenizer
 from tiny_models import TinyModel
 
@@ -17,7 +18,8 @@ _GRANITE = {
     "residual_scale": 0.22,
     "logit_scale": 4.0,
 }
-_EXPERT_KEYS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 48}
+_FAMILIES = {tiny.name: tiny for tiny in FAMILY_MODELS}
+_EXPERT_KEYS = {"expert_count": 6, "expert_used_count": 2}
 # End of a name in transformers → names in GGUF of the parts of its rows.
 _EXPERT_NAMES = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -160,23 +162,11 @@ GGUF_MODELS = (
         norm_offset=1.0,
     ),
     GgufModel(
-        _tiny(
-            "glm4-moe",
-            "Glm4Moe",
-            {
-                "num_hidden_layers": 3,
-                "n_routed_experts": 6,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 48,
-                "routed_scaling_factor": 1.5,
-                "first_k_dense_replace": 1,
-                "use_qk_norm": True,
-                "attention_bias": True,
-            },
-        ),
+        _FAMILIES["glm4-moe"],
         "glm4moe",
         {
             **_EXPERT_KEYS,
+            "expert_feed_forward_length": 48,
             "expert_shared_count": 1,
             "expert_weights_norm": True,
             "expert_weights_scale": 1.5,
@@ -186,70 +176,28 @@ GGUF_MODELS = (
         unused_layers=1,
     ),
     GgufModel(
-        _tiny(
-            "minimax-m2",
-            "MiniMaxM2",
-            {
-                "num_local_experts": 6,
-                "num_experts_per_tok": 2,
-                "rotary_dim": 32,
-                "intermediate_size": 48,
-            },
-            rope={"partial_rotary_factor": 0.5},
-        ),
+        _FAMILIES["minimax-m2"],
         "minimax-m2",
         {**_EXPERT_KEYS, "expert_gating_func": 2, "rope.dimension_count": 32},
     ),
     GgufModel(
-        _tiny(
-            "ernie4-5-moe",
-            "Ernie4_5_Moe",
-            {
-                "num_hidden_layers": 3,
-                "moe_num_experts": 6,
-                "moe_k": 2,
-                "moe_intermediate_size": 48,
-                "moe_num_shared_experts": 2,
-            },
-        ),
+        _FAMILIES["ernie4-5-moe"],
         "ernie4_5-moe",
         {
             **_EXPERT_KEYS,
+            "expert_feed_forward_length": 48,
             "expert_shared_count": 2,
             "expert_shared_feed_forward_length": 96,
             "interleave_moe_layer_step": 1,
             "leading_dense_block_count": 1,
         },
     ),
-    *(
-        GgufModel(
-            _tiny(
-                name,
-                architecture,
-                {
-                    "embedding_multiplier": 6.0,
-                    "residual_multiplier": 0.22,
-                    "attention_multiplier": 0.05,
-                    "logits_scaling": 4.0,
-                    "num_local_experts": 6,
-                    "num_experts_per_tok": 2,
-                    "intermediate_size": 48,
-                    **settings,
-                },
-            ),
-            "granitemoe",
-            {**_GRANITE, **_EXPERT_KEYS, **keys},
-            permuted=True,
-        )
-        for name, architecture, settings, keys in (
-            ("granite-moe", "GraniteMoe", {}, {}),
-            (
-                "granite-moe-shared",
-                "GraniteMoeShared",
-                {"shared_intermediate_size": 96},
-                {"expert_shared_feed_forward_length": 96},
-            ),
-        )
+    GgufModel(_FAMILIES["granite-moe"], "granitemoe", {**_GRANITE, **_EXPERT_KEYS}, permuted=True),
+    GgufModel(
+        _FAMILIES["granite-moe-shared"],
+        "granitemoe",
+        {**_GRANITE, **_EXPERT_KEYS, "expert_shared_feed_forward_length": 96},
+        permuted=True,
     ),
 )
 
