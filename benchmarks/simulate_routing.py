@@ -86,7 +86,7 @@ def _talk(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
             talking += [[user, 0] for user in itertools.islice(waiting, 1)]
 
 
-def simulate(args: argparse.Namespace) -> dict[str, float]:
+def simulate(args: argparse.Namespace, *, by_prefix: bool) -> dict[str, float]:
     """Run all requests, with `concurrent` of them at a time. Return the figures."""
     replicas = [Replica(args.blocks) for _ in range(args.replicas)]
     table: PrefixTable[int] = PrefixTable(max_blocks=args.table_blocks)
@@ -97,7 +97,7 @@ def simulate(args: argparse.Namespace) -> dict[str, float]:
         if len(running) == args.concurrent:
             now, ended = heapq.heappop(running)
             replicas[ended].running -= 1
-        if args.routing == "prefix":
+        if by_prefix:
             names = [repr(key).encode() for key in keys]
             loads = {i: replica.running for i, replica in enumerate(replicas)}
             chosen = table.choose(names, loads)
@@ -131,8 +131,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0, help="0: all of them")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for args.routing in ("prefix", "in turns"):
-        print(json.dumps({"routing": args.routing, **simulate(args)}))
+    for routing in ("prefix", "in turns"):
+        figures = simulate(args, by_prefix=routing == "prefix")
+        print(json.dumps({"routing": routing, **figures}))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ _SLACK_FACTOR = 1.5
 _SLACK_REQUESTS = 4
 
 
-def prefix_keys(prompt: Sequence[int], salt: str = "") -> list[bytes]:
+def prefix_keys(prompt: Sequence[int], salt: bytes = b"") -> list[bytes]:
     """Return one key for each whole block of a prompt. It depends on all tokens up to its end.
 
     Prompts with different salts have no key in common.
     """
     tokens = np.asarray(prompt, dtype=np.int32)
-    key = blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
+    key = blake2b(salt, digest_size=_DIGEST_BYTES).digest()
     keys = []
     for first in range(0, len(tokens) - _BLOCK_TOKENS + 1, _BLOCK_TOKENS):
         block = tokens[first : first + _BLOCK_TOKENS].tobytes()

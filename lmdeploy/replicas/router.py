@@ -42,7 +42,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         tried = self._tried.get(fields[REQUEST_ID], set())
         usable = [r for r in found if r.replica_id not in tried] or found
         loads = {r.replica_id: self._running[r.replica_id] for r in usable}
-        keys = prefix_keys(fields["prompt"], str(fields["cache_salt"]))
+        keys = prefix_keys(fields["prompt"], fields["cache_salt"])
         best = self._table.choose(keys, loads)
         self._table.record(keys, best)
         self._remember(fields[REQUEST_ID], best)

@@ -30,7 +30,7 @@ def test_prefix_keys_count_whole_blocks_only() -> None:
 
 
 def test_prefix_keys_of_different_salts_have_nothing_in_common() -> None:
-    assert not set(prefix_keys(prompt(0), "a")) & set(prefix_keys(prompt(0), "b"))
+    assert not set(prefix_keys(prompt(0), b"a")) & set(prefix_keys(prompt(0), b"b"))
 
 
 def test_prefix_table_chooses_the_longest_prefix() -> None:
