@@ -45,7 +45,7 @@ class Experts:
     hf: tuple[ExpertTensors, ...]
     gguf: tuple[ExpertTensors, ...]
     # Defaults of llama.cpp for a file without the key: whether the weights of the chosen experts
-    # sum to 1, and the function that makes scores of logits (see `moe_from_gguf`).
+    # sum to 1, and the function that makes scores of logits (see `_is_sigmoid_from_gguf`).
     gguf_normalize: bool = True
     gguf_gating: int = 0
 
