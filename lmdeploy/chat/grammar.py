@@ -31,6 +31,22 @@ ANY_TEXT = "/(?s:.*)/"
 # JSON bounds no number, and small models tend to write digits until max_tokens. An integer of 256
 # bits has 78 digits.
 _MAX_DIGITS = 80
+# llguidance accepts 31 days in every month, so that dates have a regular expression of their own
+# (RFC 3339, section 5.6; years from 1, as in Python's datetime).
+_DATE = (
+    r"((000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
+    r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)"
+    r"|02-(0[1-9]|1\d|2[0-8]))"
+    r"|(\d\d(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+_CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
+_FORMATS = {
+    "date": f"^{_DATE}$",
+    "date-time": rf"^{_DATE}[Tt]{_CLOCK}:[0-5]\d(\.\d{{1,9}})?([Zz]|[+-]{_CLOCK})$",
+}
+# Keywords of a schema whose value is data, and keywords whose values are schemas by name.
+_DATA = {"const", "default", "enum", "examples"}
+_NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 # Keywords by which a schema may allow properties that `properties` does not list.
 _MORE_PROPERTIES = {
     "$ref",
@@ -95,7 +111,7 @@ def schema_grammar(
     Raise OptionError if the schema is too large, nested too deep or not JSON.
     """
     try:
-        text = json.dumps(schema)
+        text = json.dumps(_with_valid_dates(schema))
     except RecursionError:
         raise OptionError(field, "is nested too deep. Use a flatter schema.") from None
     _check_size(field, text)
@@ -108,6 +124,29 @@ def schema_grammar(
         raise OptionError(field, f"is not a valid schema: {_one_line(error)}.") from None
     grammar: dict[str, Any] = json.loads(whole)["grammars"][0]
     return grammar
+
+
+def _with_valid_dates(schema: Any) -> Any:
+    """Return a schema in which dates have a pattern that excludes days that do not exist."""
+    if isinstance(schema, list):
+        return [_with_valid_dates(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            result[key] = {name: _with_valid_dates(part) for name, part in value.items()}
+        else:
+            result[key] = value if key in _DATA else _with_valid_dates(value)
+    name = schema.get("format")
+    if (
+        isinstance(name, str)
+        and name in _FORMATS
+        and not {"const", "enum", "pattern"} & schema.keys()
+    ):
+        del result["format"]
+        result["pattern"] = _FORMATS[name]
+    return result
 
 
 def arguments_grammar(tool: Tool) -> dict[str, Any]:

@@ -118,3 +118,50 @@ def test_token_mask_constant_longer_than_80_digits_is_allowed() -> None:
 def test_token_mask_regex_may_have_any_number_of_digits() -> None:
     mask_of = grammars().token_mask(text_of({"type": "regex_schema", "regex_schema": "x?[0-9]+,"}))
     assert "7" in allowed(mask_of, b"7" * 500)
+
+
+DATE = {"type": "string", "format": "date"}
+
+
+def accepts_string(schema: dict[str, Any], text: str) -> bool:
+    mask_of = mask_of_schema(schema)
+    expected = allowed(mask_of, b'"')
+    for char in text:
+        if char not in expected:
+            return False
+        expected = allowed(mask_of, char.encode())
+    return '"' in expected
+
+
+@pytest.mark.parametrize("day", ["2024-02-29", "2000-02-29", "2023-12-31", "0001-01-01"])
+def test_token_mask_date_that_exists_is_allowed(day: str) -> None:
+    assert accepts_string(DATE, day)
+    assert accepts_string({"type": "string", "format": "date-time"}, f"{day}T23:59:59.5+01:00")
+
+
+@pytest.mark.parametrize(
+    "day", ["2022-02-29", "1900-02-29", "2023-04-31", "2023-13-01", "0000-01-01"]
+)
+def test_token_mask_date_that_does_not_exist_is_not_allowed(day: str) -> None:
+    assert not accepts_string(DATE, day)
+    assert not accepts_string({"type": "string", "format": "date-time"}, f"{day}T00:00:00Z")
+
+
+def test_token_mask_dates_are_checked_in_every_part_of_a_schema() -> None:
+    schema = {
+        "type": "array",
+        "items": {"anyOf": [{"$ref": "#/$defs/format"}, {"type": "integer"}]},
+        "$defs": {"format": DATE},
+    }
+    assert not allowed(mask_of_schema(schema), b'["2022-02-2').count("9")
+    assert "8" in allowed(mask_of_schema(schema), b'["2022-02-2')
+
+
+def test_token_mask_data_and_names_that_look_like_a_date_format_are_kept() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"format": {"enum": ["date", {"format": "date"}]}},
+        "required": ["format"],
+        "additionalProperties": False,
+    }
+    assert allowed(mask_of_schema(schema), b'{"format": {"forma') == "t"
