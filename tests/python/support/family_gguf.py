@@ -53,6 +53,8 @@ def _tiny(name: str, architecture: str, settings: dict[str, Any], **options: Any
 
 
 _GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+# llama.cpp takes the width of some families' heads from the width of the model.
+_WIDE = {"hidden_size": 256}
 _SHORT = [1.0 + 0.05 * i for i in range(32)]
 _LONG = [2.0 + 0.1 * i for i in range(32)]
 GGUF_MODELS = (
@@ -101,12 +103,12 @@ GGUF_MODELS = (
         _GRANITE,
         permuted=True,
     ),
-    GgufModel(_tiny("phi3", "Phi3", {"sliding_window": None}), "phi3"),
+    GgufModel(_tiny("phi3", "Phi3", {**_WIDE, "sliding_window": None}), "phi3"),
     GgufModel(
         _tiny(
             "phi3-longrope",
             "Phi3",
-            {"hidden_size": 256, "max_position_embeddings": 600},
+            {**_WIDE, "max_position_embeddings": 600},
             rope={
                 "rope_type": "longrope",
                 "short_factor": _SHORT,
@@ -118,14 +120,19 @@ GGUF_MODELS = (
         "phi3",
         {"rope.scaling.original_context_length": 300, "rope.scaling.attn_factor": 1.1},
     ),
-    GgufModel(_tiny("glm", "Glm", {}), "chatglm", {"rope.dimension_count": 32}),
+    GgufModel(_tiny("glm", "Glm", _WIDE), "chatglm", {"rope.dimension_count": 32}),
     GgufModel(_tiny("glm4", "Glm4", {}), "glm4", {"rope.dimension_count": 32}),
-    GgufModel(_tiny("olmo2", "Olmo2", {}), "olmo2"),
+    GgufModel(_tiny("olmo2", "Olmo2", _WIDE), "olmo2"),
     GgufModel(
         _tiny(
             "exaone4",
             "Exaone4",
-            {"num_hidden_layers": 4, "sliding_window": 24, "sliding_window_pattern": 4},
+            {
+                **_WIDE,
+                "num_hidden_layers": 4,
+                "sliding_window": 24,
+                "sliding_window_pattern": 4,
+            },
         ),
         "exaone4",
         _WINDOW,
@@ -134,7 +141,7 @@ GGUF_MODELS = (
     GgufModel(_tiny("ernie4-5", "Ernie4_5", {}), "ernie4_5"),
     GgufModel(_tiny("hunyuan", "HunYuanDenseV1", {}), "hunyuan-dense"),
     GgufModel(
-        _tiny("cohere", "Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+        _tiny("cohere", "Cohere", {**_WIDE, "logit_scale": 0.25, "tie_word_embeddings": True}),
         "command-r",
         {"logit_scale": 0.25},
     ),
@@ -143,7 +150,7 @@ GGUF_MODELS = (
             "cohere2",
             "Cohere2",
             {
-                "hidden_size": 256,
+                **_WIDE,
                 "num_hidden_layers": 4,
                 "logit_scale": 0.25,
                 "sliding_window": 24,
@@ -153,10 +160,12 @@ GGUF_MODELS = (
         "cohere2",
         {**_WINDOW, "logit_scale": 0.25},
     ),
-    GgufModel(_tiny("starcoder2", "Starcoder2", {"tie_word_embeddings": True}), "starcoder2"),
+    GgufModel(
+        _tiny("starcoder2", "Starcoder2", {**_WIDE, "tie_word_embeddings": True}), "starcoder2"
+    ),
     GgufModel(_tiny("arcee", "Arcee", {}), "arcee", permuted=True),
     GgufModel(
-        _tiny("nemotron", "Nemotron", {}, rope={"partial_rotary_factor": 0.5}),
+        _tiny("nemotron", "Nemotron", _WIDE, rope={"partial_rotary_factor": 0.5}),
         "nemotron",
         {"rope.dimension_count": 32},
         norm_offset=1.0,
@@ -178,7 +187,12 @@ GGUF_MODELS = (
     GgufModel(
         _FAMILIES["minimax-m2"],
         "minimax-m2",
-        {**_EXPERT_KEYS, "expert_gating_func": 2, "rope.dimension_count": 32},
+        {
+            **_EXPERT_KEYS,
+            "expert_feed_forward_length": 48,
+            "expert_gating_func": 2,
+            "rope.dimension_count": 32,
+        },
     ),
     GgufModel(
         _FAMILIES["ernie4-5-moe"],
@@ -240,7 +254,9 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
         writer.add_tensor("rope_factors_long.weight", np.array(_LONG, np.float32))
     if made.unused_layers:
         writer.add_uint32(f"{made.arch}.nextn_predict_layers", made.unused_layers)
-        writer.add_tensor(f"blk.{layers}.nextn.enorm.weight", np.ones(4, np.float32))
+        writer.add_tensor(
+            f"blk.{layers}.nextn.enorm.weight", np.ones(config.hidden_size, np.float32)
+        )
     tensor_names = gguf.get_tensor_name_map(arch, layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in model.state_dict().items():
