@@ -21,8 +21,13 @@ from lmdeploy.checkpoint.files.tensor_file import (
 )
 from lmdeploy.checkpoint.kv_scales import KvScales
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import DecoderConfig
-from lmdeploy.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, TensorLocation
+from lmdeploy.models.decoder_config import DecoderConfig, MoeSettings
+from lmdeploy.models.experts import (
+    MAX_EXPERT_GROUPS,
+    MAX_EXPERTS_OF_MODEL,
+    ExpertTensors,
+    TensorLocation,
+)
 from lmdeploy.models.family import FFN_MATRICES, ModelFamily, TensorNames
 
 logger = logging.getLogger("lmdeploy")
@@ -114,12 +119,30 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
             raise reader.refuse(
                 f"Each token uses {config.moe.top_k} experts. It must use at most {experts}."
             )
+        _check_groups(reader, config.moe)
         total = experts * sum(config.moe.layers)
         if total > MAX_EXPERTS_OF_MODEL:
             raise reader.refuse(
                 f"The layers have {total} experts. They must have at most {MAX_EXPERTS_OF_MODEL}."
             )
     return config
+
+
+def _check_groups(reader: ConfigReader, moe: MoeSettings) -> None:
+    groups, size = moe.num_groups, moe.num_experts // moe.num_groups
+    if groups == moe.top_groups == 1:
+        return
+    if groups > MAX_EXPERT_GROUPS or moe.num_experts != groups * size or size < 2:
+        raise reader.refuse(
+            f"The {moe.num_experts} experts have {groups} groups. They must have at most "
+            f"{MAX_EXPERT_GROUPS} groups of the same size, which must be at least 2."
+        )
+    if moe.top_groups > groups or moe.top_groups * size < moe.top_k:
+        raise reader.refuse(
+            f"The {moe.top_k} experts of a token come from {moe.top_groups} of {groups} groups of "
+            f"{size}. The number must be at most {groups} and at least "
+            f"{-(-moe.top_k // size)}."
+        )
 
 
 def resolve_tied_head(

@@ -65,6 +65,8 @@ class MoeSettings:
     normalize: bool = True  # the top_k weights of a token sum to 1
     sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
     shared_gate: bool = True  # a router weighs the shared expert
+    num_groups: int = 1  # of adjacent experts; a token's experts come from the top_groups best
+    top_groups: int = 1
     scale: float = 1.0  # factor of the routed experts' output
     layers: tuple[bool, ...] = ()  # per layer; False for a dense feed-forward network
 
@@ -81,6 +83,8 @@ class MoeSettings:
             "normalize",
             "sigmoid",
             "shared_gate",
+            "num_groups",
+            "top_groups",
             "scale",
         ):
             setattr(config, name, getattr(self, name))

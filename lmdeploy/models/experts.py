@@ -11,6 +11,7 @@ from lmdeploy.models.decoder_config import MoeSettings
 # Limits for one layer and for all layers. The engine has the same ones.
 MAX_EXPERTS = 1024
 MAX_EXPERTS_OF_MODEL = 65536
+MAX_EXPERT_GROUPS = 32
 MAX_WIDTH = 1 << 22  # of any matrix; the limit of the engine is four times as large
 
 
@@ -138,9 +139,7 @@ def moe_from_gguf(
     scale = config.number(f"{prefix}.expert_weights_scale", default=1.0)
     if scale != 0.0 and not (is_sigmoid or scale == 1.0):  # 0 means no scale
         raise config.refuse(f"{prefix}.expert_weights_scale is {scale:g}. It must be 1.")
-    groups = config.integer(f"{prefix}.expert_group_count", default=0, low=0)
-    if groups > 1:
-        raise config.refuse(f"{prefix}.expert_group_count is {groups}. It must be at most 1.")
+    groups = max(1, config.integer(f"{prefix}.expert_group_count", default=0, low=0))
     has_gate = any("shared.router" in tensors for tensors in experts.gguf)
     shared = 0
     if any("shared.gate" in tensors for tensors in experts.gguf):
@@ -161,6 +160,8 @@ def moe_from_gguf(
         shared_gate=has_gate or not shared,
         normalize=normalize,
         sigmoid=is_sigmoid,
+        num_groups=groups,
+        top_groups=config.integer(f"{prefix}.expert_group_used_count") if groups > 1 else 1,
         scale=scale or 1.0,
         layers=tuple(i >= dense and (i + 1) % step == 0 for i in range(num_layers)),
     )

@@ -37,6 +37,8 @@ def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
         shared_gate=False,
         normalize=config.flag("norm_topk_prob", default=True),
         sigmoid=True,
+        num_groups=config.integer("n_group", default=1),
+        top_groups=config.integer("topk_group", default=1),
         scale=config.number("routed_scaling_factor", default=1.0, low=1e-6),
         layers=tuple(layer >= dense for layer in range(num_layers)),
     )
@@ -49,7 +51,8 @@ def _tensors(config: ConfigReader) -> TensorNames:
 FAMILY = ModelFamily(
     name="glm4_moe",
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
-    differs="experts by sigmoids with a bias, a shared one, dense first layers, partial RoPE",
+    differs="experts by sigmoids with a bias from the best groups, a shared one, dense first "
+    "layers, partial RoPE",
     hf_architectures=("Glm4MoeForCausalLM",),
     gguf_architectures=("glm4moe",),
     hf_bias=lambda config: ("q", "k", "v") if config.flag("attention_bias", default=False) else (),
@@ -57,7 +60,6 @@ FAMILY = ModelFamily(
     gguf_tensors={**GGUF_TENSORS, "ffn_norm": "blk.{i}.post_attention_norm.weight"},
     gguf_optional_tensors=GGUF_QK_NORM,
     hf_defaults={"partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
-    hf_fixed={"n_group": 1, "topk_group": 1},
     # The layers that predict several tokens at once follow the others. They are not used.
     hf_unused=(r"model\.layers\.<layers>\..*",),
     gguf_unused=(r"blk\.<layers>\..*",),

@@ -41,10 +41,7 @@ void DefPrefixEvents(py::module_& m) {
            py::call_guard<py::gil_scoped_release>());
 }
 
-}  // namespace
-
-void DefConfigs(py::module_& m) {
-  DefPrefixEvents(m);
+void DefModelParts(py::module_& m) {
   py::class_<RopeConfig> rope(m, "RopeConfig");
   rope.def(py::init<>());
   DefEnum(rope, "kind", &RopeConfig::kind, kRopeKinds);
@@ -70,6 +67,8 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("normalize", &MoeConfig::normalize)
       .def_readwrite("sigmoid", &MoeConfig::sigmoid)
       .def_readwrite("shared_gate", &MoeConfig::shared_gate)
+      .def_readwrite("num_groups", &MoeConfig::num_groups)
+      .def_readwrite("top_groups", &MoeConfig::top_groups)
       .def_readwrite("scale", &MoeConfig::scale)
       .def_readwrite("layers", &MoeConfig::layers);
 
@@ -80,7 +79,13 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("outputs", &NormConfig::outputs)
       .def_readwrite("qk_all_heads", &NormConfig::qk_all_heads)
       .def_readwrite("qk_after_rope", &NormConfig::qk_after_rope);
+}
 
+}  // namespace
+
+void DefConfigs(py::module_& m) {
+  DefPrefixEvents(m);
+  DefModelParts(m);
   py::class_<ModelConfig> model(m, "ModelConfig");
   model.def(py::init<>())
       .def_readwrite("num_layers", &ModelConfig::num_layers)

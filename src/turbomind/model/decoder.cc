@@ -40,6 +40,8 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .shared_intermediate_size = model.moe.shared_intermediate_size,
                     .normalize = model.moe.normalize,
                     .sigmoid = model.moe.sigmoid,
+                    .num_groups = model.moe.num_groups,
+                    .top_groups = model.moe.top_groups,
                     .scale = model.moe.scale,
                     .activation = model.activation,
                     .swiglu_limit = model.swiglu_limit,

@@ -30,6 +30,19 @@ void Require(bool ok, const std::string& text) {
   }
 }
 
+void ValidateGroups(const MoeConfig& moe) {
+  RequireSize("moe.num_groups", moe.num_groups, kMaxExpertGroups);
+  RequireSize("moe.top_groups", moe.top_groups, moe.num_groups);
+  const int size = moe.num_experts / moe.num_groups;
+  Require(moe.num_groups == 1 || (moe.num_experts % moe.num_groups == 0 && size >= 2),
+          "moe.num_groups is " + std::to_string(moe.num_groups) + ". It must divide the " +
+              std::to_string(moe.num_experts) + " experts into groups of at least 2.");
+  Require(moe.num_groups == 1 || moe.top_groups * size >= moe.top_k,
+          "moe.top_groups is " + std::to_string(moe.top_groups) +
+              ". The selected groups have fewer experts than moe.top_k (" +
+              std::to_string(moe.top_k) + ").");
+}
+
 void ValidateMoe(const MoeConfig& moe, int num_layers) {
   const auto with_experts = std::ranges::count(moe.layers, uint8_t{1});
   if (moe.num_experts == 0) {
@@ -39,6 +52,7 @@ void ValidateMoe(const MoeConfig& moe, int num_layers) {
   }
   RequireSize("moe.num_experts", moe.num_experts, kMaxExperts);
   RequireSize("moe.top_k", moe.top_k, moe.num_experts);
+  ValidateGroups(moe);
   RequireSize("moe.intermediate_size", moe.intermediate_size, kMaxWidth);
   const int shared = moe.shared_intermediate_size;
   Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size is " +

@@ -18,6 +18,8 @@ struct MoeConfig {
   bool normalize = true;             // norm_topk_prob
   bool sigmoid = false;              // scores are sigmoids, not a softmax
   bool shared_gate = true;           // a router weighs the shared expert
+  int num_groups = 1;                // n_group: experts are chosen from the best groups
+  int top_groups = 1;                // topk_group
   float scale = 1.f;                 // routed_scaling_factor
   std::vector<uint8_t> layers;       // per layer; 1: experts, 0: dense feed-forward
 

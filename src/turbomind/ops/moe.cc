@@ -94,7 +94,9 @@ void Route(Device& device, const MoeParams& p) {
                        .top_k = layer.top_k,
                        .normalize = layer.normalize,
                        .sigmoid = layer.sigmoid,
-                       .bias = layer.score_bias});
+                       .bias = layer.score_bias,
+                       .num_groups = layer.num_groups,
+                       .top_groups = layer.top_groups});
   device.GroupRows({.ids = p.scratch.ids,
                     .slots = p.scratch.slots,
                     .x_rows = p.scratch.x_rows,

@@ -23,7 +23,9 @@ struct MoeLayer {
   int shared_intermediate_size = 0;  // 0: no shared expert
   bool normalize = false;            // normalize a token's weights to a sum of 1
   bool sigmoid = false;              // scores are sigmoids, not a softmax
-  float scale = 1.f;                 // factor of the routed experts' output
+  int num_groups = 1;                // of adjacent experts: RouteExpertsParams::num_groups
+  int top_groups = 1;
+  float scale = 1.f;  // factor of the routed experts' output
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 

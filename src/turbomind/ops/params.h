@@ -312,8 +312,9 @@ struct GroupedLinearParams {
 
 // Computes a score for each expert: the softmax over all experts, or each logit's sigmoid. Selects
 // the top_k experts with the highest score + bias. Their weights are the scores without the bias.
-// Among equals the lower id wins, and NaN comes last. A token's experts are in order of their ids,
-// whatever the logits contain.
+// With groups it selects only from the top_groups groups of adjacent experts in which the two
+// highest score + bias have the largest sum. Among equals the lower id wins, and NaN comes last. A
+// token's experts are in order of their ids, whatever the logits contain.
 struct RouteExpertsParams {
   const float* logits = nullptr;  // [num_tokens, num_experts]
   int32_t* ids = nullptr;         // [num_tokens, top_k], ascending, each in [0, num_experts)
@@ -324,7 +325,13 @@ struct RouteExpertsParams {
   bool normalize = false;  // normalize a token's weights to a sum of 1
   bool sigmoid = false;
   const float* bias = nullptr;  // [num_experts] or null
+  // num_experts is a multiple of num_groups; 1 or at most kMaxExpertGroups. The selected groups
+  // have at least top_k experts, and every group has at least two unless there is one.
+  int num_groups = 1;
+  int top_groups = 1;
 };
+
+inline constexpr int kMaxExpertGroups = 32;
 
 // Sorts the (token, rank) pairs by expert; pairs of one expert stay in order of tokens.
 struct GroupRowsParams {

@@ -98,13 +98,56 @@ TEST_CASE("a bias selects experts by sigmoid or softmax scores and leaves the we
   }
 }
 
+TEST_CASE("experts come from the groups whose two best scores have the largest sum") {
+  const auto device = MakeCpuDevice(1);
+  // Groups of three. The best expert is in group 0, whose second one is low; 1 and 3 are best.
+  const std::vector<float> logits = {3.f, -4.f, -4.f, 1.f,  2.f, -3.f,
+                                     0.f, 0.f,  0.f,  -2.f, 1.f, 1.5f};
+  const std::vector<float> zeros(12, 0.f);
+  for (const bool sigmoid : {true, false}) {
+    for (const bool normalize : {true, false}) {
+      for (const float* bias : {static_cast<const float*>(nullptr), zeros.data()}) {
+        std::vector<int32_t> ids(3, -1);
+        std::vector<float> weights(3, -1.f);
+        device->RouteExperts({.logits = logits.data(),
+                              .ids = ids.data(),
+                              .weights = weights.data(),
+                              .num_tokens = 1,
+                              .num_experts = 12,
+                              .top_k = 3,
+                              .normalize = normalize,
+                              .sigmoid = sigmoid,
+                              .bias = bias,
+                              .num_groups = 4,
+                              .top_groups = 2});
+        // By a softmax, the sum of two is largest in groups 0 and 1: e^3 + e^-4 and e^2 + e.
+        CHECK(ids == (sigmoid ? std::vector<int32_t>{3, 4, 11} : std::vector<int32_t>{0, 3, 4}));
+        double all = 0;
+        for (const float logit : logits) {
+          all += std::exp(logit);
+        }
+        double sum = 0;
+        std::vector<double> scores;
+        for (const int32_t id : ids) {
+          const float logit = logits[static_cast<size_t>(id)];
+          scores.push_back(sigmoid ? 1 / (1 + std::exp(-logit)) : std::exp(logit) / all);
+          sum += scores.back();
+        }
+        for (size_t j = 0; j < 3; ++j) {
+          CHECK(weights[j] == doctest::Approx(scores[j] / (normalize ? sum : 1)));
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("NaN and infinite logits still select valid experts by scores") {
   const auto device = MakeCpuDevice(1);
   constexpr float kInf = std::numeric_limits<float>::infinity();
   const std::vector<float> bias = {0.f, 0.1f, NAN, kInf};
   for (const float a : {NAN, kInf, -kInf, 1.f}) {
     const std::vector<float> logits = {a, NAN, -kInf, 1.f};
-    for (const bool sigmoid : {true, false}) {
+    for (const int kind : {0, 1, 2, 3}) {
       std::vector<int32_t> ids(3, -1);
       std::vector<float> weights(3);
       device->RouteExperts({.logits = logits.data(),
@@ -114,8 +157,10 @@ TEST_CASE("NaN and infinite logits still select valid experts by scores") {
                             .num_experts = 4,
                             .top_k = 3,
                             .normalize = true,
-                            .sigmoid = sigmoid,
-                            .bias = bias.data()});
+                            .sigmoid = kind % 2 == 1,
+                            .bias = bias.data(),
+                            .num_groups = kind < 2 ? 1 : 2,
+                            .top_groups = kind < 2 ? 1 : 2});
       for (size_t j = 0; j < ids.size(); ++j) {
         CHECK(ids[j] >= 0);
         CHECK(ids[j] < 4);

@@ -338,6 +338,40 @@ TEST_CASE_FIXTURE(Fixture, "routing by sigmoids and with a bias matches the CPU"
   }
 }
 
+TEST_CASE_FIXTURE(Fixture, "routing from the best groups matches the CPU") {
+  struct Shape {
+    int experts, groups, top_groups;
+  };
+  constexpr int kTokens = 9;
+  for (const Shape& s : {Shape{8, 4, 2}, Shape{96, 32, 3}, Shape{256, 8, 4}, Shape{12, 3, 3}}) {
+    std::vector<float> logits = Random(static_cast<uint32_t>(s.experts), kTokens * s.experts);
+    logits[1] = kNaN;
+    std::fill_n(logits.begin() + s.experts, s.experts, 0.5f);  // ties of experts and of groups
+    const std::vector<float> bias = Random(7, s.experts);
+    const auto gpu_bias = Put(bias);
+    for (const bool sigmoid : {false, true}) {
+      for (const bool has_bias : {false, true}) {
+        CAPTURE(s.experts);
+        CAPTURE(sigmoid);
+        RouteExpertsParams params;
+        params.num_tokens = kTokens;
+        params.num_experts = s.experts;
+        params.top_k = 4;
+        params.normalize = !has_bias;
+        params.sigmoid = sigmoid;
+        params.num_groups = s.groups;
+        params.top_groups = s.top_groups;
+        params.bias = has_bias ? bias.data() : nullptr;
+        const Routes want = RouteOnCpu(*this, logits, params);
+        params.bias = has_bias ? gpu_bias.data() : nullptr;
+        const Routes got = Route(*this, logits, params);
+        CHECK(got.ids == want.ids);
+        CheckNear(got.weights, want.weights, kRelative);
+      }
+    }
+  }
+}
+
 TEST_CASE_FIXTURE(Fixture, "token-expert pairs are grouped as on the CPU") {
   struct Shape {
     int tokens, experts, top_k;

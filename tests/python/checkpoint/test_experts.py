@@ -366,7 +366,15 @@ def test_open_checkpoint_gguf_unsupported_expert_format_is_rejected(tmp_path: Pa
 BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"expert_gating_func": 2}, "expert_gating_func is 2. It must be 1"),
     ({"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5. It must be 1"),
-    ({"expert_group_count": 4}, "expert_group_count is 4. It must be at most 1"),
+    ({"expert_group_count": 4}, "expert_group_used_count is missing"),
+    (
+        {"expert_group_count": 3, "expert_group_used_count": 1},
+        "8 experts have 3 groups. They must have at most 32 groups of the same size",
+    ),
+    (
+        {"expert_group_count": 4, "expert_group_used_count": 1},
+        "3 experts of a token come from 1 of 4 groups of 2. The number must be .* at least 2",
+    ),
 ]
 
 

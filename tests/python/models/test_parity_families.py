@@ -95,6 +95,8 @@ _MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "partial RoPE": ("glm4-moe", {"partial_rotary_factor": 0.25}),
     "routed factor": ("glm4-moe", {"routed_scaling_factor": 1.0}),
     "first dense layers": ("glm4-moe", {"norm_topk_prob": False}),
+    "groups of experts": ("glm4-moe-groups", {"n_group": 2}),
+    "number of groups": ("glm4-moe-groups", {"topk_group": 3}),
     "LayerNorm": ("cohere", {"layer_norm_eps": 1e-2}),
     "windows": ("cohere2", {"sliding_window": 25}),
 }
@@ -150,7 +152,6 @@ def test_a_planted_mistake_in_a_tensor_is_detected(mistake: str, tmp_path: Path)
     [
         ("cohere", {"use_qk_norm": True}),
         ("gemma3", {"use_bidirectional_attention": True}),
-        ("glm4-moe", {"n_group": 2}),
         ("ernie4-5-moe", {"use_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

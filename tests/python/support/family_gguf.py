@@ -185,6 +185,21 @@ GGUF_MODELS = (
         unused_layers=1,
     ),
     GgufModel(
+        _FAMILIES["glm4-moe-groups"],
+        "glm4moe",
+        {
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "expert_feed_forward_length": 48,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "leading_dense_block_count": 0,
+            "rope.dimension_count": 32,
+        },
+    ),
+    GgufModel(
         _FAMILIES["minimax-m2"],
         "minimax-m2",
         {

@@ -79,6 +79,19 @@ FAMILY_MODELS = (
         },
     ),
     TinyModel(
+        "glm4-moe-groups",
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 0,
+            "pad_token_id": 0,
+        },
+    ),
+    TinyModel(
         "minimax-m2",
         "MiniMaxM2",
         {**_EXPERTS, "rotary_dim": 32, "intermediate_size": 48},

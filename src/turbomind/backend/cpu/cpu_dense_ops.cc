@@ -44,7 +44,34 @@ void SelectExperts(const RouteExpertsParams& params, const float* keys, int32_t*
   }
 }
 
-// Routes by scores that are computed for every expert, because the bias is added to them.
+// Returns the sum of the two highest keys.
+float GroupScore(const float* keys, int count) {
+  const int32_t first = NextExpert(keys, count, -1);
+  return RouteKey(keys[first]) + RouteKey(keys[NextExpert(keys, count, first)]);
+}
+
+// Sets the keys of the experts outside the selected groups to -infinity.
+void HideGroups(const RouteExpertsParams& params, float* keys) {
+  const int size = params.num_experts / params.num_groups;
+  float scores[kMaxExpertGroups];
+  bool selected[kMaxExpertGroups] = {};
+  for (int group = 0; group < params.num_groups; ++group) {
+    scores[group] = GroupScore(keys + group * size, size);
+  }
+  int32_t last = -1;
+  for (int rank = 0; rank < params.top_groups; ++rank) {
+    last = NextExpert(scores, params.num_groups, last);
+    selected[last] = true;
+  }
+  for (int expert = 0; expert < params.num_experts; ++expert) {
+    if (!selected[expert / size]) {
+      keys[expert] = -std::numeric_limits<float>::infinity();
+    }
+  }
+}
+
+// Routes by scores that are computed for every expert, because the bias is added to them, or
+// because those of a group are.
 void RouteByScores(const RouteExpertsParams& params, int64_t token) {
   const int count = params.num_experts;
   const float* logits = params.logits + token * count;
@@ -61,6 +88,9 @@ void RouteByScores(const RouteExpertsParams& params, int64_t token) {
   for (int i = 0; i < count; ++i) {
     scores[i] = params.sigmoid ? scores[i] : static_cast<float>(scores[i] / all);
     keys[i] = params.bias != nullptr ? scores[i] + params.bias[i] : scores[i];
+  }
+  if (params.num_groups > 1) {
+    HideGroups(params, keys);
   }
   SelectExperts(params, keys, ids);
   std::sort(ids, ids + params.top_k);
@@ -187,10 +217,11 @@ void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
 
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
   Check(params.num_experts <= kMaxExperts, "a layer must have at most 1024 experts");
+  const bool by_scores = params.sigmoid || params.bias != nullptr || params.num_groups > 1;
   ForRows(pool, params.num_tokens, int64_t{params.num_experts} * params.top_k,
           [&](int begin, int end) {
             for (int64_t t = begin; t < end; ++t) {
-              (params.sigmoid || params.bias != nullptr ? RouteByScores : RouteToken)(params, t);
+              (by_scores ? RouteByScores : RouteToken)(params, t);
             }
           });
 }

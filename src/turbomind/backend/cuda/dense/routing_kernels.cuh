@@ -40,14 +40,48 @@ TM_DEVICE SoftmaxParts SoftmaxOf(const float* logits, int num_experts) {
   return parts;
 }
 
-// Return the value by which experts are selected. Without a bias the order of the logits is enough.
-TM_DEVICE float Choice(const RouteExpertsParams& p, const SoftmaxParts& softmax, float logit,
-                       int expert) {
-  if (p.bias == nullptr) {
-    return logit;
+// What a token's experts are selected by.
+struct RouteChoice {
+  SoftmaxParts softmax = {};
+  uint32_t groups = ~0u;  // a bit for every group to select from
+
+  TM_DEVICE static bool ByScores(const RouteExpertsParams& p) {
+    return p.bias != nullptr || p.num_groups > 1;
   }
-  const float score = p.sigmoid ? Sigmoid(logit) : expf(logit - softmax.highest) / softmax.sum;
-  return score + LoadGlobal(p.bias + expert);
+  // Return the value of an expert. Without a bias and groups the order of the logits is enough.
+  TM_DEVICE float Of(const RouteExpertsParams& p, float logit, int expert) const {
+    if (!ByScores(p)) {
+      return logit;
+    }
+    if (p.num_groups > 1 && (groups >> expert / (p.num_experts / p.num_groups) & 1) == 0) {
+      return -INFINITY;
+    }
+    const float score = p.sigmoid ? Sigmoid(logit) : expf(logit - softmax.highest) / softmax.sum;
+    return p.bias != nullptr ? score + LoadGlobal(p.bias + expert) : score;
+  }
+};
+
+// Return a bit for every group to select from. Each lane has one group.
+TM_DEVICE uint32_t SelectGroups(const RouteExpertsParams& p, const RouteChoice& all,
+                                const float* logits) {
+  const int lane = ThreadIndexX() & 31;
+  const int size = p.num_experts / p.num_groups;
+  float first = -INFINITY;
+  float second = -INFINITY;
+  for (int i = 0; i < size && lane < p.num_groups; ++i) {
+    const int expert = lane * size + i;
+    const float value = all.Of(p, LoadGlobal(logits + expert), expert);
+    const float key = IsNan(value) ? -INFINITY : value;
+    second = key > first ? first : key > second ? key : second;
+    first = key > first ? key : first;
+  }
+  const uint64_t key = lane < p.num_groups ? ExpertKey(first + second, lane) : 0;
+  uint32_t groups = 0;
+  for (int rank = 0; rank < p.top_groups; ++rank) {
+    const bool taken = (groups >> lane & 1) != 0;
+    groups |= 1u << IdOfKey(MaxKeyInWarp(taken ? 0 : key));
+  }
+  return groups;
 }
 
 // One warp per token. It first finds the key of the token's last expert. It then writes the experts
@@ -60,8 +94,13 @@ __global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsPa
     return;
   }
   const float* logits = p.logits + token * p.num_experts;
-  const SoftmaxParts softmax =
-      p.bias != nullptr && !p.sigmoid ? SoftmaxOf(logits, p.num_experts) : SoftmaxParts{};
+  RouteChoice choice;
+  if (RouteChoice::ByScores(p) && !p.sigmoid) {
+    choice.softmax = SoftmaxOf(logits, p.num_experts);
+  }
+  if (p.num_groups > 1) {
+    choice.groups = SelectGroups(p, choice, logits);
+  }
   uint64_t first = 0;
   uint64_t last = ~uint64_t{0};
   for (int rank = 0; rank < p.top_k; ++rank) {
@@ -69,17 +108,18 @@ __global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsPa
 #pragma unroll 4
     for (int expert = lane; expert < p.num_experts; expert += 32) {
       const float logit = LoadGlobal(logits + expert);
-      const uint64_t key = ExpertKey(Choice(p, softmax, logit, expert), expert);
+      const uint64_t key = ExpertKey(choice.Of(p, logit, expert), expert);
       next = key < last && key > next ? key : next;
     }
     last = MaxKeyInWarp(next);
     first = rank == 0 ? last : first;
   }
-  const float highest = p.bias == nullptr ? LoadGlobal(logits + IdOfKey(first)) : softmax.highest;
+  const float highest =
+      RouteChoice::ByScores(p) ? choice.softmax.highest : LoadGlobal(logits + IdOfKey(first));
   float sum = 0.f;
   for (int expert = lane; expert < p.num_experts; expert += 32) {
     const float logit = LoadGlobal(logits + expert);
-    if (!p.normalize || ExpertKey(Choice(p, softmax, logit, expert), expert) >= last) {
+    if (!p.normalize || ExpertKey(choice.Of(p, logit, expert), expert) >= last) {
       sum += p.sigmoid ? Sigmoid(logit) : expf(logit - highest);
     }
   }
@@ -89,7 +129,7 @@ __global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsPa
     const int expert = start + lane;
     const float logit = expert < p.num_experts ? LoadGlobal(logits + expert) : 0.f;
     const bool chosen =
-        expert < p.num_experts && ExpertKey(Choice(p, softmax, logit, expert), expert) >= last;
+        expert < p.num_experts && ExpertKey(choice.Of(p, logit, expert), expert) >= last;
     const uint32_t all = BallotInWarp(chosen);
     if (chosen) {
       const int64_t at = out + CountOnes(all & ((1u << lane) - 1));
