@@ -79,6 +79,9 @@ class MoeConfig:
     normalize: bool  # normalize a token's weights to a sum of 1
     sigmoid: bool  # scores are sigmoids, not a softmax
     shared_gate: bool  # a router weighs the shared expert
+    weigh_inputs: bool  # weights multiply the inputs of experts, not their outputs
+    num_groups: int  # of adjacent experts
+    top_groups: int
     scale: float  # factor of the routed experts' output
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
     def __init__(self) -> None: ...
@@ -89,6 +92,13 @@ class NormConfig:
     outputs: bool  # after each branch
     qk_all_heads: bool
     qk_after_rope: bool
+    qk_unit: bool
+    def __init__(self) -> None: ...
+
+class QueryScaling:
+    beta: float  # 0: none
+    length: int
+    offset: int
     def __init__(self) -> None: ...
 
 class ModelConfig:
@@ -110,12 +120,14 @@ class ModelConfig:
     parallel: bool
     gated: bool
     norm: NormConfig
+    query_scaling: QueryScaling
+    query_scaling_without_rope: bool
     activation: str  # silu, gelu_tanh, clamped_swiglu, gelu, relu2
     swiglu_limit: float  # for clamped_swiglu
     moe: MoeConfig
     ropes: list[RopeConfig]
     layer_ropes: list[int]  # per layer: index in ropes, or -1; empty: 0 for all
-    windows: list[int]
+    windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
     dtype: str  # float32, float16, bfloat16
     def __init__(self) -> None: ...
     def validate(self) -> None: ...

@@ -168,8 +168,8 @@ def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[i
     else:
         period = reader.integer(key, low=0)
         slides = [period == 0 or layer % period < period - 1 for layer in range(len(windows))]
-    if slides != [window > 0 for window in windows]:
-        wanted = ", ".join(str(window > 0).lower() for window in windows[:4])
+    if slides != [window != 0 for window in windows]:
+        wanted = ", ".join(str(window != 0).lower() for window in windows[:4])
         raise reader.refuse(
             f"{key} has other windows. They must be {wanted}, ... for {len(windows)} layers."
         )

@@ -199,7 +199,7 @@ def config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
         DecoderConfig(
             num_layers=layers,
             hidden_size=hidden,
-            intermediate_size=reader.integer("intermediate_size", high=MAX_WIDTH),
+            intermediate_size=reader.integer(family.hf_dense_size, high=MAX_WIDTH),
             num_heads=heads,
             num_kv_heads=reader.integer("num_key_value_heads", default=heads, high=MAX_WIDTH),
             head_dim=reader.integer("head_dim", default=head_dim, high=MAX_WIDTH),

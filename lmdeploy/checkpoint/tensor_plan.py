@@ -311,7 +311,7 @@ class _Lookup:
         shape = shape[::-1] if place.transposed else shape
         count = shape[0]
         if place.half is not None:
-            shape = (2 * count, *shape[1:])
+            shape = (count, 2 * shape[1]) if place.transposed else (2 * count, *shape[1:])
         if place.qkv:
             queries, keys = self._shapes["q"][0], self._shapes["k"][0]
             shape = (queries + 2 * keys, *shape[1:])
@@ -319,7 +319,11 @@ class _Lookup:
             tensor = self._stored(name, shape)
         else:
             tensor = self._stack(name, shape).item(expert)
-        if place.half is not None:
+        if place.half is not None and place.transposed:
+            self._require_plain(tensor)
+            halves = replace(tensor, shape=(2 * count, shape[1] // 2))  # two for each row
+            tensor = halves.take_of_groups(place.half, 1, groups=count)
+        elif place.half is not None:
             tensor = tensor.take(place.half * count, count)
         return self._take_qkv(tensor, place) if place.qkv else tensor
 
@@ -331,12 +335,15 @@ class _Lookup:
         count = queries if place.qkv == "q" else keys
         if not place.grouped:
             return tensor.take(first, count)
+        self._require_plain(tensor)
+        return tensor.take_of_groups(first, count, groups=groups)
+
+    def _require_plain(self, tensor: StoredTensor) -> None:
         if tensor.matrix is not None:
             raise ModelFormatError(
                 f"{self._source}: tensor {tensor.name} is quantized. This architecture supports "
                 "only F32, F16 and BF16 weights, or a GGUF file."
             )
-        return tensor.take_of_groups(first, count, groups=groups)
 
     def ignore(self, name: str) -> None:
         """Allow the file to have this tensor without loading it."""

@@ -46,7 +46,7 @@ def find_layer(
         (window, has_window16 and pair == _NONE)
         for window, pair in zip(identity["windows"], formats, strict=True)
     ]
-    groups = sorted(set(keys))
+    groups = sorted(set(keys), key=lambda key: (key[0] < 0, *key))  # chunks are negative
     pool = groups.index(keys[index]) + (len(groups) if window16 else 0)
     members = [i for i, key in enumerate(keys) if key == keys[index]]
     parts = [_describe(identity, _NONE if window16 else formats[i]) for i in members]

@@ -15,6 +15,7 @@ from lmdeploy.models import (
     hunyuan,
     internlm,
     llama,
+    llama4,
     minimax_m2,
     ministral,
     mistral,
@@ -34,6 +35,7 @@ from lmdeploy.models.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (
     llama.FAMILY,
+    llama4.FAMILY,
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
@@ -55,6 +57,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     glm4_moe.FAMILY,
     minimax_m2.FAMILY,
     ministral.FAMILY,
+    ministral.MINISTRAL3_FAMILY,
     olmo.FAMILY,
     olmo.OLMO3_FAMILY,
     exaone4.FAMILY,

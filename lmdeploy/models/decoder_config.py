@@ -65,6 +65,7 @@ class MoeSettings:
     normalize: bool = True  # the top_k weights of a token sum to 1
     sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
     shared_gate: bool = True  # a router weighs the shared expert
+    weigh_inputs: bool = False  # weights multiply the inputs of experts, not their outputs
     num_groups: int = 1  # of adjacent experts; a token's experts come from the top_groups best
     top_groups: int = 1
     scale: float = 1.0  # factor of the routed experts' output
@@ -83,6 +84,7 @@ class MoeSettings:
             "normalize",
             "sigmoid",
             "shared_gate",
+            "weigh_inputs",
             "num_groups",
             "top_groups",
             "scale",
@@ -105,7 +107,8 @@ class DecoderConfig:
     vocab_size: int
     max_position: int
     norm_eps: float
-    windows: tuple[int, ...]  # per layer; 0 for full attention
+    # Per layer: 0 for full attention, a window, or -c for attention in chunks of c tokens.
+    windows: tuple[int, ...]
     tied_head: bool
     activation: str = "silu"
     ropes: tuple[RopeSettings, ...] = (RopeSettings(),)

@@ -21,7 +21,7 @@ class TensorLocation:
 
     name: str
     stacked: bool = False  # one tensor for all experts of a layer: [experts, ...]
-    half: int | None = None  # 0 or 1: the first or second half of the rows of the stored matrix
+    half: int | None = None  # 0 or 1: the first or second half of the outputs of the stored matrix
     # q, k or v: the rows of that part in a matrix with the rows of q, then k, then v.
     qkv: str = ""
     grouped: bool = False  # q, k and v follow each other for each KV head instead (InternLM2)
@@ -49,6 +49,8 @@ class Experts:
     # sum to 1, and the function that makes scores of logits (see `_is_sigmoid_from_gguf`).
     gguf_normalize: bool = True
     gguf_gating: int = 0
+    gguf_shared: int = 0  # number of shared experts
+    weigh_inputs: bool = False  # MoeSettings.weigh_inputs
 
 
 def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
@@ -143,7 +145,9 @@ def moe_from_gguf(
     has_gate = any("shared.router" in tensors for tensors in experts.gguf)
     shared = 0
     if any("shared.gate" in tensors for tensors in experts.gguf):
-        count = config.integer(f"{prefix}.expert_shared_count", default=0, low=0, high=MAX_EXPERTS)
+        count = config.integer(
+            f"{prefix}.expert_shared_count", default=experts.gguf_shared, low=0, high=MAX_EXPERTS
+        )
         shared = config.integer(
             f"{prefix}.expert_shared_feed_forward_length",
             default=feed_forward if has_gate else count * width,
@@ -163,6 +167,7 @@ def moe_from_gguf(
         num_groups=groups,
         top_groups=config.integer(f"{prefix}.expert_group_used_count") if groups > 1 else 1,
         scale=scale or 1.0,
+        weigh_inputs=experts.weigh_inputs,
         layers=tuple(i >= dense and (i + 1) % step == 0 for i in range(num_layers)),
     )
 

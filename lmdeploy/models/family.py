@@ -282,6 +282,7 @@ class ModelFamily:
     gguf_ropes: GgufRopeRule = gguf_one_rope
     hf_norm_offset: float = 0.0  # added to every norm weight
     hf_norm_eps: str = "rms_norm_eps"
+    hf_dense_size: str = "intermediate_size"  # of the layers without experts
     # Keys that change the computation, and the only value that is built.
     hf_fixed: Mapping[str, object] = field(default_factory=dict)
     # Regular expressions of tensors that are not loaded; the family's file says why.

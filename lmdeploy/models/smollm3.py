@@ -8,7 +8,7 @@ from lmdeploy.models.rope import rope_from_hf
 _PERIOD = 4
 
 
-def _rotates(config: ConfigReader, num_layers: int) -> list[bool]:
+def layers_with_rope(config: ConfigReader, num_layers: int) -> list[bool]:
     """Return whether each layer has RoPE. `no_rope_layers` has 1 for layers with it."""
     if flags := config.flags("no_rope_layers"):
         if len(flags) != num_layers:
@@ -19,7 +19,7 @@ def _rotates(config: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
-    rotates = _rotates(config, num_layers)
+    rotates = layers_with_rope(config, num_layers)
     return (rope_from_hf(config, max_position),), tuple(0 if on else -1 for on in rotates)
 
 
@@ -35,7 +35,8 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
         return no_windows(config, num_layers)
     window = config.integer("sliding_window")
     kinds = config.texts("layer_types") or [
-        "full_attention" if on else "sliding_attention" for on in _rotates(config, num_layers)
+        "full_attention" if on else "sliding_attention"
+        for on in layers_with_rope(config, num_layers)
     ]
     return windows_by_type(config, num_layers, window=window, kinds=kinds)
 

@@ -18,15 +18,32 @@ class NormSettings:
     outputs: bool = False  # after each branch, before it is added to the residual
     qk_all_heads: bool = False  # q_norm and k_norm cover all heads together
     qk_after_rope: bool = False  # q_norm and k_norm follow RoPE
+    qk_unit: bool = False  # weights of 1 replace q_norm and k_norm, in layers with RoPE
 
     def to_engine(self) -> NormConfig:
         """Return the engine's form of these settings."""
         from lmdeploy._turbomind import NormConfig
 
         config = NormConfig()
-        for name in ("centered", "inputs", "outputs", "qk_all_heads", "qk_after_rope"):
+        for name in ("centered", "inputs", "outputs", "qk_all_heads", "qk_after_rope", "qk_unit"):
             setattr(config, name, getattr(self, name))
         return config
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Factor of Q at position p: 1 + beta * log(1 + n), where n = floor((p + offset) / length)."""
+
+    beta: float = 0.0  # 0 means no temperature
+    length: int = 1
+    offset: int = 0
+    without_rope: bool = False  # only in layers without RoPE
+
+    def apply(self, config: ModelConfig) -> None:
+        """Set the options of the engine's config."""
+        for name in ("beta", "length", "offset"):
+            setattr(config.query_scaling, name, getattr(self, name))
+        config.query_scaling_without_rope = self.without_rope
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Structure:
     parallel: bool = False  # both branches read the same normalized values
     gated: bool = True  # the dense feed-forward has a gate
     norm: NormSettings = field(default_factory=NormSettings)
+    temperature: QueryTemperature = field(default_factory=QueryTemperature)
 
     def apply(self, config: ModelConfig) -> None:
         """Set the options of the engine's config."""
@@ -57,3 +75,4 @@ class Structure:
         ):
             setattr(config, name, getattr(self, name))
         config.norm = self.norm.to_engine()
+        self.temperature.apply(config)

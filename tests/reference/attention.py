@@ -4,6 +4,17 @@ import numpy as np
 import numpy.typing as npt
 
 Doubles = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.integer]
+
+
+def first_visible(position: Positions, window: int) -> Positions:
+    """Return the first position that a query at each position sees.
+
+    `window` is the number of positions, 0 for all, or the negative length of a chunk.
+    """
+    if window < 0:
+        return position // -window * -window
+    return position - window + 1 if window else np.zeros_like(position)
 
 
 def attention(
@@ -18,7 +29,7 @@ def attention(
     """Compute attention of the last len(q) tokens over all of k and v.
 
     q is [queries, heads, d]; k and v are [tokens, kv_heads, d] as decoded from the cache. A query
-    at position p sees positions p - window + 1 .. p (window 0: 0 .. p). `sinks` [heads] are logits
+    at position p sees positions first_visible(p, window) .. p. `sinks` [heads] are logits
     that enter the sum of the softmax but carry no value.
     """
     queries, heads, _ = q.shape
@@ -27,8 +38,7 @@ def attention(
     query_position = np.arange(tokens - queries, tokens)[:, None]
     position = np.arange(tokens)[None, :]
     visible = position <= query_position
-    if window:
-        visible &= position > query_position - window
+    visible &= position >= first_visible(query_position, window)
     for head in range(heads):
         kv_head = head * kv_heads // heads
         scores = np.where(visible, q[:, head] @ k[:, kv_head].T * scale, -np.inf)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from reference.attention import first_visible
 from reference.codecs import round_trip
 from reference.floats import Floats, round_to
 
@@ -144,8 +145,7 @@ def mixed_attention(
     query_position = np.arange(tokens - queries, tokens)[:, None]
     position = np.arange(tokens)[None, :]
     visible = position <= query_position
-    if window:
-        visible &= position > query_position - window
+    visible &= position >= first_visible(query_position, window)
     out = np.empty((queries, heads, values[0].shape[-1]))
     for head in range(heads):
         group = head * kv_heads // heads

@@ -59,7 +59,7 @@ class RoundedMatrix:
             rows = tensor.bytes_by_row()[begin:end]
             return values_of_rows(tensor.format, rows)
         size = PLAIN_FORMATS[tensor.format]
-        columns = tensor.raw.reshape(tensor.rows, tensor.cols, size)[:, begin:end]
+        columns = tensor.bytes_by_row().reshape(tensor.rows, tensor.cols, size)[:, begin:end]
         raw = np.ascontiguousarray(columns.swapaxes(0, 1)).reshape(end - begin, -1)
         return values_of_rows(tensor.format, raw)
 

@@ -67,6 +67,7 @@ void DefModelParts(py::module_& m) {
       .def_readwrite("normalize", &MoeConfig::normalize)
       .def_readwrite("sigmoid", &MoeConfig::sigmoid)
       .def_readwrite("shared_gate", &MoeConfig::shared_gate)
+      .def_readwrite("weigh_inputs", &MoeConfig::weigh_inputs)
       .def_readwrite("num_groups", &MoeConfig::num_groups)
       .def_readwrite("top_groups", &MoeConfig::top_groups)
       .def_readwrite("scale", &MoeConfig::scale)
@@ -78,7 +79,14 @@ void DefModelParts(py::module_& m) {
       .def_readwrite("inputs", &NormConfig::inputs)
       .def_readwrite("outputs", &NormConfig::outputs)
       .def_readwrite("qk_all_heads", &NormConfig::qk_all_heads)
-      .def_readwrite("qk_after_rope", &NormConfig::qk_after_rope);
+      .def_readwrite("qk_after_rope", &NormConfig::qk_after_rope)
+      .def_readwrite("qk_unit", &NormConfig::qk_unit);
+
+  py::class_<QueryScaling>(m, "QueryScaling")
+      .def(py::init<>())
+      .def_readwrite("beta", &QueryScaling::beta)
+      .def_readwrite("length", &QueryScaling::length)
+      .def_readwrite("offset", &QueryScaling::offset);
 }
 
 }  // namespace
@@ -108,6 +116,8 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("parallel", &ModelConfig::parallel)
       .def_readwrite("gated", &ModelConfig::gated)
       .def_readwrite("norm", &ModelConfig::norm)
+      .def_readwrite("query_scaling", &ModelConfig::query_scaling)
+      .def_readwrite("query_scaling_without_rope", &ModelConfig::query_scaling_without_rope)
       .def_readwrite("ropes", &ModelConfig::ropes)
       .def_readwrite("layer_ropes", &ModelConfig::layer_ropes)
       .def_readwrite("windows", &ModelConfig::windows)

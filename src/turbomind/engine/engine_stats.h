@@ -28,7 +28,7 @@ struct EngineStats {
   int64_t num_nonfinite = 0;    // NaN and infinite values found while quantizing K and V
   // Values that exceeded the range of their KV format, by layer group.
   struct Clipped {
-    int window = 0;  // 0: full attention
+    int window = 0;  // as in kv/sliding_window.h
     int64_t num_values = 0;
   };
   std::vector<Clipped> clipped;

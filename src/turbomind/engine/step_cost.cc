@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "turbomind/kv/sliding_window.h"
+
 namespace turbomind {
 namespace {
 
@@ -18,7 +20,8 @@ int64_t StepCost::Chunk(const std::vector<LayerGroup>& groups, int64_t begin, in
   const int64_t middle = (begin + end) / 2 + 1;
   int64_t attended = 0;
   for (const LayerGroup& group : groups) {
-    const int64_t visible = group.window > 0 ? std::min<int64_t>(middle, group.window) : middle;
+    const int64_t reach = WindowReach(group.window);
+    const int64_t visible = reach > 0 ? std::min(middle, reach) : middle;
     attended += static_cast<int64_t>(group.layers.size()) * visible;
   }
   const int64_t num_tokens = end - begin;

@@ -1,8 +1,10 @@
 #include "turbomind/kv/layer_group.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "turbomind/core/ceil_div.h"
@@ -36,7 +38,8 @@ int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   const int64_t all = CeilDiv(num_tokens, length);
   const int64_t added = std::min(chunk, num_tokens);
   if (!rule.enabled()) {
-    return window == 0 ? all : std::min(all, CeilDiv(window, length) + 2 + CeilDiv(added, length));
+    const int64_t reach = CeilDiv(WindowReach(window), length);
+    return window == 0 ? all : std::min(all, reach + 2 + CeilDiv(added, length));
   }
   const int64_t quantized = std::max<int64_t>(all - 1 - rule.recent_blocks - rule.sink_blocks, 0);
   if (window == 0) {
@@ -48,7 +51,8 @@ int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   // Counts from the first block that the step's first query sees to the last block that its last
   // query reads as quantized. It takes the worst case over all positions at which the step can
   // begin.
-  return std::min(quantized, CeilDivSum(added, window - 2, length) - rule.recent_blocks);
+  return std::min(quantized,
+                  CeilDivSum(added, WindowReach(window) - 2, length) - rule.recent_blocks);
 }
 
 int64_t LayerGroup::Window16BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
@@ -59,8 +63,8 @@ int64_t LayerGroup::Window16BlocksPerSequence(int64_t num_tokens, int64_t chunk)
   const int64_t added = std::min(chunk, num_tokens);
   const int64_t kept = rule.sink_blocks + rule.recent_blocks + 1 + CeilDiv(added, length);
   int64_t max_blocks = std::min(CeilDiv(num_tokens, length), kept);
-  if (window > 0) {
-    max_blocks = std::min(max_blocks, CeilDivSum(added, window - 2, length) + 1);
+  if (window != 0) {
+    max_blocks = std::min(max_blocks, CeilDivSum(added, WindowReach(window) - 2, length) + 1);
   }
   return max_blocks;
 }
@@ -104,21 +108,22 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     const block::Config::LayerFormats& formats = config.layers[layer];
     return rule.enabled() && formats.k == KvCacheMode::kNone && formats.v == KvCacheMode::kNone;
   };
-  std::map<std::pair<int, bool>, std::vector<int>> by_window;
+  std::map<std::tuple<bool, int, bool>, std::vector<int>> by_window;
   for (size_t layer = 0; layer < config.windows.size(); ++layer) {
-    if (config.windows[layer] < 0) {
+    const int window = config.windows[layer];
+    if (window == std::numeric_limits<int>::min()) {
       throw InvalidArgument("The sliding window of layer " + std::to_string(layer) + " is " +
-                            std::to_string(config.windows[layer]) +
-                            ". It must be 0 (full attention) or positive.");
+                            std::to_string(window) + ". A chunk must be shorter.");
     }
-    by_window[{config.windows[layer], has_no_window16(layer)}].push_back(static_cast<int>(layer));
+    const bool is_chunk = window < 0;
+    by_window[{is_chunk, window, has_no_window16(layer)}].push_back(static_cast<int>(layer));
   }
   if (by_window.empty()) {
     throw InvalidArgument("The KV cache needs at least 1 layer, but the configuration has none.");
   }
   std::vector<LayerGroup> groups;
   for (auto& [key, layers] : by_window) {
-    const auto& [window, is_sixteen_bit] = key;
+    const auto& [is_chunk, window, is_sixteen_bit] = key;
     block::Config block;
     for (const int layer : layers) {
       block.layers.push_back(config.layers[static_cast<size_t>(layer)]);

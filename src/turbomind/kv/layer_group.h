@@ -12,7 +12,7 @@ namespace turbomind {
 // The contents of the cache, by model layer.
 struct KvCacheConfig {
   std::vector<block::Config::LayerFormats> layers;
-  std::vector<int> windows;  // 0: full attention. As long as `layers`
+  std::vector<int> windows;  // as in kv/sliding_window.h. As long as `layers`
   int kv_heads = 0;
   int head_dim = 0;
   int block_seq_len = 64;
@@ -34,7 +34,7 @@ struct BlockRange {
 // length. With a 16-bit window, layers whose K and V are both 16-bit form a group of their own,
 // which has no 16-bit window.
 struct LayerGroup {
-  int window = 0;           // 0: full attention
+  int window = 0;           // as in kv/sliding_window.h
   std::vector<int> layers;  // model layers, ascending
   block::Layout layout;     // of the quantized pool
   std::optional<block::Layout>
@@ -65,8 +65,8 @@ struct LayerGroup {
   BlockRange QuantizedBlocks(int64_t begin, int64_t end) const;
 };
 
-// Returns the groups: full attention first, then windows in ascending order; for equal windows,
-// 16-bit layers last. Throws InvalidArgument for negative windows and for any configuration that
+// Returns the groups: full attention first, then windows in ascending order, then chunks; for equal
+// windows, 16-bit layers last. Throws InvalidArgument for any configuration that
 // block::Layout rejects.
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config);
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "turbomind/core/host_device.h"
+#include "turbomind/kv/sliding_window.h"
 
 namespace turbomind {
 
@@ -33,7 +34,7 @@ struct PrecisionWindow {
   // block in 16 bits, at every position. The first query that could read a block as quantized comes
   // recent_blocks blocks after the end of the block.
   TM_HD bool IsAlwaysInWindow16(int window) const {
-    return enabled() && window > 0 && window <= recent_blocks * block_seq_len + 1;
+    return enabled() && window != 0 && WindowReach(window) <= recent_blocks * block_seq_len + 1;
   }
   // Returns whether a query at `position` reads `block` in 16 bits. REQUIRES: block <= position /
   // block_seq_len.

@@ -130,7 +130,7 @@ int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
   }
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool - cache_.num_groups())];
   const int64_t max_blocks = layers.Window16BlocksPerSequence(num_tokens, chunk);
-  if (layers.window > 0) {
+  if (layers.window != 0) {
     return std::min(needed, max_blocks);
   }
   // The sequence keeps the sinks that it already has. It releases recent blocks as new ones come,

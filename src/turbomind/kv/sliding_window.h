@@ -4,11 +4,21 @@
 
 namespace turbomind {
 
-// Returns the first position that a query at `position` sees. A window includes the query's own
-// position; 0 means no window.
+// Which positions before its own a query sees, as one number:
+//   0             all (full attention)
+//   w > 0         the last w positions, including its own (a sliding window)
+//   -c < 0        those of its own chunk; chunks of c positions begin at multiples of c
+
+// Returns the first position that a query at `position` sees. It never falls as `position` grows.
 template <class Position>
 TM_HD Position FirstVisible(int window, Position position) {
+  if (window < 0) {
+    return position - position % window;  // % truncates: position % -c is position % c
+  }
   return window > 0 && position >= window ? position + 1 - window : 0;
 }
+
+// Returns the most positions that a query sees, or 0 for all.
+TM_HD int WindowReach(int window) { return window < 0 ? -window : window; }
 
 }  // namespace turbomind

@@ -24,7 +24,7 @@ struct LayerCache {
   PrecisionWindow rule;
   const float* k_mean = nullptr;
   int group = 0;   // index of the batch view
-  int window = 0;  // 0: full attention
+  int window = 0;  // as in kv/sliding_window.h
 };
 
 // All parameters of a decoder except the weights and the device.

@@ -39,6 +39,10 @@ void PlaceMoe(const ModelConfig& model, int64_t rows, MoeScratch& scratch, Place
   placer.Add(scratch.ids, slots);
   placer.Add(scratch.slots, slots);
   placer.Add(scratch.x_rows, slots);
+  scratch.slot_weights = nullptr;
+  if (moe.weigh_inputs) {
+    placer.Add(scratch.slot_weights, slots);
+  }
   placer.Add(scratch.offsets, moe.num_experts + 1);
   placer.Add(scratch.gate_up, rows * 2 * width);
   placer.Add(scratch.activated, rows * width);

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxHeads = 65536;
 constexpr int64_t kMaxWidth = int64_t{1} << 24;
+constexpr int64_t kMaxPosition = int64_t{1} << 30;
 // The memory for the weights' names grows with the number of experts in all layers.
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxExpertsOfModel = 65536;
@@ -82,6 +83,10 @@ int ModelConfig::RopeOf(int layer) const {
   return index >= 0 && ropes[static_cast<size_t>(index)].kind != RopeKind::kNone ? index : -1;
 }
 
+QueryScaling ModelConfig::QueryScalingOf(int layer) const {
+  return query_scaling_without_rope && RopeOf(layer) >= 0 ? QueryScaling{} : query_scaling;
+}
+
 namespace {
 
 void RequireFactor(const char* field, float got, bool may_be_zero) {
@@ -97,6 +102,11 @@ void ValidateFactors(const ModelConfig& model) {
   RequireFactor("logit_scale", model.logit_scale, false);
   RequireFactor("logit_cap", model.logit_cap, true);
   RequireFactor("moe.scale", model.moe.scale, false);
+  RequireFactor("query_scaling.beta", model.query_scaling.beta, true);
+  RequireSize("query_scaling.length", model.query_scaling.length, kMaxPosition);
+  Require(model.query_scaling.offset >= 0 && model.query_scaling.offset <= kMaxPosition,
+          "query_scaling.offset is " + std::to_string(model.query_scaling.offset) +
+              ". It must be 0 to " + std::to_string(kMaxPosition));
 }
 
 void ValidateStructure(const ModelConfig& model) {
@@ -107,6 +117,8 @@ void ValidateStructure(const ModelConfig& model) {
           "parallel is true and norm.inputs is false. A parallel layer needs norm.inputs.");
   Require(model.gated || model.activation != Activation::kClampedSwiglu,
           "gated is false. It must be true with the activation clamped_swiglu.");
+  Require(!norm.qk_unit || !norm.qk_all_heads,
+          "norm.qk_unit and norm.qk_all_heads are true. At most one may be true.");
   Require(model.gated || model.moe.num_experts == 0,
           "gated is false. It must be true in a model with experts.");
 }
@@ -142,7 +154,7 @@ void ModelConfig::Validate() const {
   RequireSize("num_kv_heads", num_kv_heads, kMaxHeads);
   RequireSize("head_dim", head_dim, 1024);
   RequireSize("vocab_size", vocab_size, kMaxWidth);
-  RequireSize("max_position", max_position, int64_t{1} << 30);
+  RequireSize("max_position", max_position, kMaxPosition);
   Require(num_heads % num_kv_heads == 0, "num_heads is " + std::to_string(num_heads) +
                                              ". It must be a multiple of num_kv_heads (" +
                                              std::to_string(num_kv_heads) + ")");
@@ -155,9 +167,11 @@ void ModelConfig::Validate() const {
           "windows has " + std::to_string(windows.size()) +
               " entries. It must have one per layer (" + std::to_string(num_layers) + ")");
   for (int window : windows) {
-    Require(window >= 0,
+    Require(window >= -kMaxPosition,
             "windows contains " + std::to_string(window) +
-                ". Each entry must be a positive number of tokens, or 0 for full attention.");
+                ". Each entry must be a number of tokens, 0 for full attention, or the negative "
+                "number of tokens of a chunk, at least -" +
+                std::to_string(kMaxPosition));
   }
   ValidateMoe(moe, num_layers);
   if (HasDenseLayer()) {

@@ -18,6 +18,7 @@ struct MoeConfig {
   bool normalize = true;             // norm_topk_prob
   bool sigmoid = false;              // scores are sigmoids, not a softmax
   bool shared_gate = true;           // a router weighs the shared expert
+  bool weigh_inputs = false;         // weights multiply the inputs of experts, not their outputs
   int num_groups = 1;                // n_group: experts are chosen from the best groups
   int top_groups = 1;                // topk_group
   float scale = 1.f;                 // routed_scaling_factor
@@ -35,6 +36,7 @@ struct NormConfig {
   bool outputs = false;        // attention_output_norm and ffn_output_norm, before it is added
   bool qk_all_heads = false;   // q_norm and k_norm cover all heads together
   bool qk_after_rope = false;  // q_norm and k_norm follow RoPE
+  bool qk_unit = false;        // weights of 1 replace q_norm and k_norm, in layers with RoPE
 };
 
 // A decoder model as data. Optional parts (biases, q_norm and k_norm, sinks, separate head) are
@@ -62,8 +64,11 @@ struct ModelConfig {
   float swiglu_limit = 7.f;  // for kClampedSwiglu
   MoeConfig moe;
   std::vector<RopeConfig> ropes = {{}};
-  std::vector<int> layer_ropes;          // per layer: index in ropes, or -1; empty: 0 for all
-  std::vector<int> windows;              // per layer; 0: full attention
+  std::vector<int> layer_ropes;  // per layer: index in ropes, or -1; empty: 0 for all
+  // The temperature of Q, in every layer or only in layers without RoPE.
+  QueryScaling query_scaling;
+  bool query_scaling_without_rope = false;
+  std::vector<int> windows;              // per layer, as in kv/sliding_window.h
   DataType dtype = DataType::kBFloat16;  // cache dtype (16-bit values and inline metadata)
 
   // Throws InvalidArgument that names the field.
@@ -72,6 +77,8 @@ struct ModelConfig {
   bool HasDenseLayer() const;
   // Returns the index of a layer's RoPE in ropes, or -1 if the layer has none.
   int RopeOf(int layer) const;
+  // Returns the temperature of a layer's Q.
+  QueryScaling QueryScalingOf(int layer) const;
   // Returns whether the output of a branch is changed before it is added to the residual.
   bool ChangesBranches() const { return norm.outputs || residual_scale != 1.f; }
 };

@@ -97,6 +97,10 @@ struct WeightsBuilder::Impl {
       const std::string prefix = "layers." + std::to_string(i) + ".";
       LayerWeights& layer = weights->layers[static_cast<size_t>(i)];
       AddAttention(prefix, layer);
+      if (config.norm.qk_unit && config.RopeOf(i) >= 0) {
+        const std::vector<float> ones(static_cast<size_t>(config.head_dim), 1.f);
+        vectors[prefix + "q_norm"].values = vectors[prefix + "k_norm"].values = ones;
+      }
       if (config.moe.HasExperts(i)) {
         AddExperts(prefix, layer.moe);
       } else {

@@ -55,7 +55,6 @@ void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) 
         "q_heads must be a multiple of kv_heads");
   Check(params.q_stride >= static_cast<int64_t>(params.q_heads) * params.kv.head_dim,
         "q_stride must cover all heads");
-  Check(params.window >= 0, "window must not be negative");
   Check(params.score_cap >= 0.f, "score_cap must not be negative");
   Check(params.score_cap == 0.f || params.q_dot_mean == nullptr,
         "a layer with a score cap must not subtract the mean of K");

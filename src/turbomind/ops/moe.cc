@@ -40,6 +40,13 @@ void CheckLayer(const MoeLayer& layer) {
     CheckExperts(layer.gate, layer.num_experts, inner, hidden);
     CheckExperts(layer.up, layer.num_experts, inner, hidden);
   }
+  if (layer.weigh_inputs) {
+    for (const std::vector<MatrixView>* views : {&layer.gate, &layer.up, &layer.gate_up}) {
+      Check(
+          std::ranges::all_of(*views, [](const MatrixView& view) { return view.bias == nullptr; }),
+          "experts with weighed inputs must have no bias of gate and up");
+    }
+  }
   if (layer.shared_intermediate_size > 0) {
     CheckMatrix(layer.shared_gate, layer.shared_intermediate_size, hidden);
     CheckMatrix(layer.shared_up, layer.shared_intermediate_size, hidden);
@@ -56,7 +63,8 @@ void CheckParams(const MoeParams& p) {
   const MoeScratch& s = p.scratch;
   Check(s.logits != nullptr && s.weights != nullptr && s.ids != nullptr && s.slots != nullptr &&
             s.x_rows != nullptr && s.offsets != nullptr && s.gate_up != nullptr &&
-            s.activated != nullptr && s.output != nullptr,
+            s.activated != nullptr && s.output != nullptr &&
+            (s.slot_weights != nullptr || !p.layer->weigh_inputs),
         "every scratch buffer of the experts must be set");
   Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens,
         "the tokens must fit into the scratch memory");
@@ -73,14 +81,13 @@ void Project(Device& device, const MatrixView& matrix, const float* x, float* y,
                  .num_rows = num_rows});
 }
 
-void Activate(Device& device, const MoeParams& p, int num_rows, int dim, bool interleaved) {
-  device.GatedActivation({.gate_up = p.scratch.gate_up,
-                          .out = p.scratch.activated,
-                          .num_rows = num_rows,
-                          .dim = dim,
-                          .activation = p.layer->activation,
-                          .interleaved = interleaved,
-                          .limit = p.layer->swiglu_limit});
+void Activate(Device& device, const MoeParams& p, const GatedActivationParams& rows) {
+  GatedActivationParams params = rows;
+  params.gate_up = p.scratch.gate_up;
+  params.out = p.scratch.activated;
+  params.activation = p.layer->activation;
+  params.limit = p.layer->swiglu_limit;
+  device.GatedActivation(params);
 }
 
 void Route(Device& device, const MoeParams& p) {
@@ -103,7 +110,9 @@ void Route(Device& device, const MoeParams& p) {
                     .offsets = p.scratch.offsets,
                     .num_tokens = p.num_tokens,
                     .num_experts = layer.num_experts,
-                    .top_k = layer.top_k});
+                    .top_k = layer.top_k,
+                    .weights = p.scratch.weights,
+                    .slot_weights = layer.weigh_inputs ? p.scratch.slot_weights : nullptr});
 }
 
 // One matrix of every expert. x_rows is as in GroupedLinearParams.
@@ -140,7 +149,12 @@ void RunExperts(Device& device, const MoeParams& p) {
     part.y += inner;
     ProjectGroups(device, p, part);
   }
-  Activate(device, p, p.num_tokens * layer.top_k, layer.intermediate_size, layer.interleaved());
+  // A weight of the input is one of gate and up, which have no bias.
+  Activate(device, p,
+           {.num_rows = p.num_tokens * layer.top_k,
+            .dim = layer.intermediate_size,
+            .interleaved = layer.interleaved(),
+            .row_scales = layer.weigh_inputs ? scratch.slot_weights : nullptr});
   ProjectGroups(device, p,
                 {.matrices = &layer.down,
                  .x = scratch.activated,
@@ -148,7 +162,7 @@ void RunExperts(Device& device, const MoeParams& p) {
                  .y_stride = layer.hidden_size});
   device.CombineExperts({.y = scratch.output,
                          .slots = scratch.slots,
-                         .weights = scratch.weights,
+                         .weights = layer.weigh_inputs ? nullptr : scratch.weights,
                          .out = p.out,
                          .num_tokens = p.num_tokens,
                          .top_k = layer.top_k,
@@ -173,7 +187,7 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
                  .y = scratch.gate_up,
                  .y_stride = 2 * int64_t{inner},
                  .num_rows = p.num_tokens});
-  Activate(device, p, p.num_tokens, inner, false);
+  Activate(device, p, {.num_rows = p.num_tokens, .dim = inner});
   Project(device, layer.shared_down, scratch.activated, scratch.output, layer.hidden_size,
           p.num_tokens);
   device.CombineExperts({.y = scratch.output,

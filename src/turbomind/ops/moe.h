@@ -23,6 +23,7 @@ struct MoeLayer {
   int shared_intermediate_size = 0;  // 0: no shared expert
   bool normalize = false;            // normalize a token's weights to a sum of 1
   bool sigmoid = false;              // scores are sigmoids, not a softmax
+  bool weigh_inputs = false;         // weights multiply the inputs of experts, not their outputs
   int num_groups = 1;                // of adjacent experts: RouteExpertsParams::num_groups
   int top_groups = 1;
   float scale = 1.f;  // factor of the routed experts' output
@@ -48,15 +49,16 @@ struct MoeLayer {
 // experts, or for the shared expert if that is larger.
 struct MoeScratch {
   int max_tokens = 0;
-  float* logits = nullptr;     // [max_tokens, num_experts]
-  float* weights = nullptr;    // [max_tokens, top_k]
-  int32_t* ids = nullptr;      // [max_tokens, top_k]
-  int32_t* slots = nullptr;    // [max_tokens, top_k]
-  int32_t* x_rows = nullptr;   // [max_tokens * top_k]
-  int32_t* offsets = nullptr;  // [num_experts + 1]
-  float* gate_up = nullptr;    // [max_tokens, gate_up_width]
-  float* activated = nullptr;  // [max_tokens, gate_up_width / 2]
-  float* output = nullptr;     // [max_tokens, top_k * hidden]
+  float* logits = nullptr;        // [max_tokens, num_experts]
+  float* weights = nullptr;       // [max_tokens, top_k]
+  int32_t* ids = nullptr;         // [max_tokens, top_k]
+  int32_t* slots = nullptr;       // [max_tokens, top_k]
+  int32_t* x_rows = nullptr;      // [max_tokens * top_k]
+  float* slot_weights = nullptr;  // same; null unless the layer weighs inputs
+  int32_t* offsets = nullptr;     // [num_experts + 1]
+  float* gate_up = nullptr;       // [max_tokens, gate_up_width]
+  float* activated = nullptr;     // [max_tokens, gate_up_width / 2]
+  float* output = nullptr;        // [max_tokens, top_k * hidden]
 };
 
 struct MoeParams {

@@ -3,6 +3,7 @@
 // ⑥⑦ Arguments of the cache ops and the dense ops: one struct per op, with the shape next to each
 // pointer. Plain data that every backend reads. Everything is row-major; activations are FP32.
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 
@@ -37,7 +38,7 @@ struct BatchView {
 // The part of a step that the layers of a group share.
 struct StepGroup {
   BatchView batch;
-  int window = 0;  // 0: full attention
+  int window = 0;  // as in kv/sliding_window.h
   int kv_heads = 0;
   bool has_window16 = false;
   PrecisionWindow rule = {};
@@ -51,9 +52,22 @@ struct StepParams {
   bool op_by_op = false;  // run the ops themselves, even if the device has recorded the step
 };
 
-// Applies bias, qk-norm and RoPE to Q and K in place, and the bias to V. Then it subtracts K's mean
-// and rotates Q and K, also in place. K and V are rounded to the cache dtype, quantized and stored.
-// With a 16-bit window they are stored in 16 bits in the 16-bit pool, and QuantizeBlocks follows.
+// The temperature of Q by position: multiplies Q at position p by 1 + beta * log(1 + n), where n is
+// (p + offset) / length, rounded down.
+struct QueryScaling {
+  float beta = 0.f;  // 0: none
+  int length = 1;
+  int offset = 0;
+
+  TM_HD float At(int position) const {
+    return 1.f + beta * log1pf(static_cast<float>((position + offset) / length));
+  }
+};
+
+// Applies bias, qk-norm and RoPE to Q and K in place, and the bias to V. Then it scales Q,
+// subtracts K's mean and rotates Q and K, also in place. K and V are rounded to the cache dtype,
+// quantized and stored. With a 16-bit window they are stored in 16 bits in the 16-bit pool, and
+// QuantizeBlocks follows.
 struct WriteKvParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
@@ -64,6 +78,7 @@ struct WriteKvParams {
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
   int rope_dim = 0;  // the first rope_dim values rotate, paired by halves (i, i + dim/2)
   bool norm_after_rope = false;  // q_norm and k_norm follow RoPE instead of preceding it
+  QueryScaling query_scaling = {};
   int q_heads = 0;
   // Apply a normalized Hadamard rotation to every Q and K head, in runs of RotationSize(head_dim).
   bool rotate = false;
@@ -124,7 +139,7 @@ struct AttentionParams {
   // mean, because the mean shifts the scores.
   float score_cap = 0.f;
   bool exact = false;            // use FP32 instead of integer arithmetic on integer codes
-  int window = 0;                // 0: full; else a query at p sees (p - window, p]
+  int window = 0;                // as in kv/sliding_window.h
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
   // [num_tokens, q_heads] from WriteKv if K's mean was subtracted. A sink's logit is lowered by
   // softmax_scale times this value, as all scores are. Null: no mean.
@@ -262,6 +277,8 @@ struct GatedActivationParams {
   bool interleaved = false;  // a row of gate_up is gate0, up0, gate1, up1, ...
   float limit = 7.f;         // kClampedSwiglu
   bool gated = true;         // REQUIRES for false: not kClampedSwiglu, not interleaved
+  // [num_rows] factors of gate and up, or null
+  const float* row_scales = nullptr;
 };
 
 // Computes the argmax of each row; ties go to the lowest id. Writes -1 if the row contains NaN or
@@ -343,6 +360,8 @@ struct GroupRowsParams {
   int num_tokens = 0;
   int num_experts = 0;
   int top_k = 0;
+  const float* weights = nullptr;  // [num_tokens, top_k] or null
+  float* slot_weights = nullptr;   // [num_tokens * top_k] the weight of each slot; null: no weights
 };
 
 // Computes out[t] = out[t] + scale * sum over ascending j of w(t, j) * y[slots[t, j]], or without

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu/kv_fixture.h"
+#include "kv/first_seen.h"
 #include "kv/format_pairs.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
@@ -116,7 +117,7 @@ inline StepTables TablesOf(const Run& run, int begin, int count) {
   const size_t blocks = run.caches.quantized.table().size();
   StepTables tables = {std::vector<int32_t>(blocks, -1), std::vector<int32_t>(blocks, -1)};
   for (int position = begin; position < begin + count; ++position) {
-    const int first = c.window > 0 ? std::max(0, position + 1 - c.window) : 0;
+    const auto first = static_cast<int>(FirstSeen(c.window, position));
     for (int t = first; t <= position; ++t) {
       const auto block = static_cast<size_t>(t / c.shape.block_seq_len);
       if (run.caches.rule.IsInWindow16(static_cast<int64_t>(block), position)) {
@@ -195,7 +196,7 @@ inline std::vector<double> Reference(const Case& c, Caches& caches, const Inputs
   const int head = q_head / c.group;
   const int q_heads = c.group * c.shape.kv_heads;
   const float* q = in.q.data() + (static_cast<int64_t>(position) * q_heads + q_head) * dim;
-  const int begin = c.window > 0 ? std::max(0, position + 1 - c.window) : 0;
+  const auto begin = static_cast<int>(FirstSeen(c.window, position));
   const double scale = 1.f / std::sqrt(static_cast<float>(dim));
   const double shift =
       c.mean ? scale * in.q_dot_mean[static_cast<size_t>(position * q_heads + q_head)] : 0;

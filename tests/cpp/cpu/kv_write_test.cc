@@ -35,6 +35,7 @@ class ProcessCase {
   static constexpr int kQHeads = 4;
   static constexpr int kHeads = 2;
   static constexpr int kAllHeads = kQHeads + 2 * kHeads;
+  static constexpr float kBeta = 0.3f;
 
   ProcessCase(const CacheShape& shape, int rope_dim, bool norm_after_rope, std::mt19937& random)
       : dim_(shape.head_dim),
@@ -70,6 +71,7 @@ class ProcessCase {
     p.rope_sin = sin_.data();
     p.rope_dim = rope_dim_;
     p.norm_after_rope = norm_after_rope_;
+    p.query_scaling = {.beta = kBeta, .length = 4, .offset = 1};
     p.q_heads = kQHeads;
     p.kv = cache_.view();
     p.batch = step_.View();
@@ -107,6 +109,10 @@ class ProcessCase {
       Rotate(want, token);
       if (norm_after_rope_) {
         Normalize(want, norm);
+      }
+      const double periods = std::floor((step_.positions[token] + 1) / 4.0);
+      for (double& x : want) {
+        x *= head < kQHeads ? 1 + kBeta * std::log(1 + periods) : 1;
       }
     }
     double error = 0;

@@ -58,6 +58,7 @@ struct Shape {
   bool has_bias = true;
   bool has_shared = false;
   Activation activation = Activation::kSilu;
+  bool weigh_inputs = false;  // REQUIRES: no biases
 };
 
 // One random layer with its matrices and scratch for `max_tokens`.
@@ -76,6 +77,7 @@ class TestLayer {
               .top_k = shape.top_k,
               .intermediate_size = kInner,
               .normalize = shape.normalize,
+              .weigh_inputs = shape.weigh_inputs,
               .activation = shape.activation,
               .swiglu_limit = 0.9f,
               .router = router_.view()};
@@ -127,7 +129,12 @@ class TestLayer {
     std::vector<double> out(kHidden);
     for (size_t e : order) {
       const double weight = std::exp(logits[e]) / (shape_.normalize ? chosen : all);
-      Add(down_[e], Activate(gate_[e].Times(x.data()), up_[e].Times(x.data())), weight, out);
+      std::vector<double> in = x;
+      for (double& value : in) {
+        value *= shape_.weigh_inputs ? weight : 1;
+      }
+      Add(down_[e], Activate(gate_[e].Times(in.data()), up_[e].Times(in.data())),
+          shape_.weigh_inputs ? 1 : weight, out);
     }
     if (shape_.has_shared) {
       const double logit = shared_router_.Times(x.data())[0];
@@ -210,6 +217,7 @@ class TestLayer {
     scratch_.ids = ints(slots);
     scratch_.slots = ints(slots);
     scratch_.x_rows = ints(slots);
+    scratch_.slot_weights = floats(slots);
     scratch_.offsets = ints(kExperts + 1);
     scratch_.gate_up = floats(tokens * 2 * width);
     scratch_.activated = floats(tokens * width);
@@ -266,6 +274,16 @@ inline std::vector<Shape> AllShapes() {
     }
   }
   shapes.push_back({.interleaved = false, .activation = Activation::kClampedSwiglu});
+  for (const bool interleaved : {false, true}) {
+    for (const int top_k : {1, 3}) {
+      shapes.push_back({.top_k = top_k,
+                        .normalize = false,
+                        .interleaved = interleaved,
+                        .has_bias = false,
+                        .has_shared = true,
+                        .weigh_inputs = true});
+    }
+  }
   return shapes;
 }
 

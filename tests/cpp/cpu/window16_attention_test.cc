@@ -51,7 +51,7 @@ TEST_CASE(
   testing::SanitizedSample sample(21);
   for (const PrecisionWindowTokens& window16 : kSizes) {
     for (int block : {16, 32, 64, 128}) {
-      for (int window : {0, 30, 64, 100, 150}) {
+      for (int window : {0, 30, 64, 100, 150, -96, -150}) {
         if (!sample.Next()) {
           ++i;
           continue;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda/gpu_array.h"
+#include "kv/first_seen.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
@@ -195,7 +196,7 @@ inline Step::Step(const Layer& layer, std::vector<int32_t> lens, std::vector<int
     for (int j = 0; j < layer.quantized.blocks_per_seq; ++j) {
       const int first = j * c.block_seq_len;
       const bool is_seen =
-          first < context && (c.window == 0 || first + c.block_seq_len > context - c.window);
+          first < context && first + c.block_seq_len > FirstSeen(c.window, context - 1);
       const bool is_in_window16 =
           layer.rule.enabled() && is_seen && layer.rule.IsInWindow16(j, context - 1);
       const int sequence = sequences[static_cast<size_t>(i)];

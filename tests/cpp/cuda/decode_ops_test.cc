@@ -81,7 +81,7 @@ TEST_CASE("sinks and recent positions are read from the 16-bit window") {
   const PrecisionWindowTokens kWindow16[] = {{64, 64}, {0, 0}, {64, 0}, {0, 128}};
   size_t i = 0;
   for (const PrecisionWindowTokens& window16 : kWindow16) {
-    for (int window : {0, 100, 150}) {
+    for (int window : {0, 100, 150, -90, -128}) {
       Case c = {.k = kFp4Nv, .v = kFp4Nv, .window = window, .window16 = window16};
       c.k = i % 3 == 0 ? kInt8 : i % 3 == 1 ? kFp8E4m3 : kFp4Nv;
       c.block_seq_len = kBlockLens[i % 4];

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "kv/first_seen.h"
+
 namespace turbomind::cuda {
 namespace {
 
@@ -124,7 +126,7 @@ Readers ReadersOf(const AttentionPlan& plan, int sequence, int context) {
 Readers WantedReaders(const LayerRule& rule, int context) {
   Readers readers(static_cast<size_t>(context));
   for (int p = 0; p < context; ++p) {
-    const bool is_seen = rule.window == 0 || p >= context - rule.window;
+    const bool is_seen = p >= FirstSeen(rule.window, context - 1);
     const bool is_in_window16 =
         rule.window16.enabled() &&
         rule.window16.IsInWindow16(p / rule.window16.block_seq_len, context - 1);
@@ -150,8 +152,8 @@ void CheckPartials(const AttentionPlan& plan, size_t num_seqs) {
 
 LayerRule RandomRule(Random& random) {
   LayerRule rule;
-  const int windows[] = {0, 1, 30, 64, 128, 129, 1000};
-  rule.window = windows[random() % 7];
+  const int windows[] = {0, 1, 30, 64, 128, 129, 1000, -1, -100, -700};
+  rule.window = windows[random() % 10];
   if (random() % 4 != 0) {
     const int block = 16 << random() % 4;
     rule.window16 = MakePrecisionWindow(

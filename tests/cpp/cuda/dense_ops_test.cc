@@ -234,6 +234,8 @@ TEST_CASE_FIXTURE(Fixture, "gated activations match the CPU" * doctest::test_sui
     gate_up.back() = kNaN;
     for (const size_t offset : {0, 1}) {
       const auto gpu_gate_up = Put(gate_up, offset);
+      const std::vector<float> scales = {0.3f, 1.f, 0.8f};
+      const auto gpu_scales = Put(scales);
       for (const Activation activation : {kSilu, kGeluTanh, kClampedSwiglu}) {
         for (const bool interleaved : {false, true}) {
           CAPTURE(dim);
@@ -243,7 +245,9 @@ TEST_CASE_FIXTURE(Fixture, "gated activations match the CPU" * doctest::test_sui
           const auto out = Put(std::vector<float>(want.size(), 7.f), offset);
           GatedActivationParams params = {gate_up.data(), want.data(), kRows, dim,
                                           activation,     interleaved, 7.f};
+          params.row_scales = dim % 2 == 0 ? scales.data() : nullptr;
           cpu->GatedActivation(params);
+          params.row_scales = dim % 2 == 0 ? gpu_scales.data() : nullptr;
           params.gate_up = gpu_gate_up.data();
           params.out = out.data();
           CudaGatedActivation(ctx, params);
@@ -387,18 +391,23 @@ TEST_CASE_FIXTURE(Fixture, "token-expert pairs are grouped as on the CPU") {
     std::vector<int32_t> slots(ids.size());
     std::vector<int32_t> x_rows(ids.size());
     std::vector<int32_t> offsets(static_cast<size_t>(s.experts) + 1);
+    const std::vector<float> weights = Random(4, static_cast<int64_t>(ids.size()));
+    std::vector<float> slot_weights(ids.size());
+    const auto gpu_weights = Put(weights);
+    const auto gpu_slot_weights = Put(std::vector<float>(ids.size(), -1.f));
     const auto gpu_ids = Put(ids);
     const auto gpu_slots = Put(std::vector<int32_t>(ids.size(), -1));
     const auto gpu_x_rows = Put(std::vector<int32_t>(ids.size(), -1));
     const auto gpu_offsets = Put(std::vector<int32_t>(offsets.size(), -1));
-    cpu->GroupRows(
-        {ids.data(), slots.data(), x_rows.data(), offsets.data(), s.tokens, s.experts, s.top_k});
+    cpu->GroupRows({ids.data(), slots.data(), x_rows.data(), offsets.data(), s.tokens, s.experts,
+                    s.top_k, weights.data(), slot_weights.data()});
     CudaGroupRows(ctx, {gpu_ids.data(), gpu_slots.data(), gpu_x_rows.data(), gpu_offsets.data(),
-                        s.tokens, s.experts, s.top_k});
+                        s.tokens, s.experts, s.top_k, gpu_weights.data(), gpu_slot_weights.data()});
     CAPTURE(s.tokens);
     CHECK(gpu_slots.Read() == slots);
     CHECK(gpu_x_rows.Read() == x_rows);
     CHECK(gpu_offsets.Read() == offsets);
+    CHECK(gpu_slot_weights.Read() == slot_weights);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/kv_step.h"
+#include "kv/first_seen.h"
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/kv/codec.h"
 
@@ -168,7 +169,7 @@ TEST_CASE("the spans of a chunk cover the positions that its queries see in each
   for (const PrecisionWindow& rule :
        {PrecisionWindow{}, PrecisionWindow{kLength, 0, 0}, PrecisionWindow{kLength, 1, 0},
         PrecisionWindow{kLength, 2, 1}}) {
-    for (int window : {0, 1, 5, 13}) {
+    for (int window : {0, 1, 5, 13, -1, -6, -8}) {
       for (int context = 1; context <= 30; ++context) {
         for (int first = 0; first < context; ++first) {
           const SeenSpans spans = SpansOf(rule, window, first, context);
@@ -177,7 +178,7 @@ TEST_CASE("the spans of a chunk cover the positions that its queries see in each
             bool quantized = false;
             bool window16 = false;
             for (int p = std::max(first, t); p < context; ++p) {
-              const bool seen = window == 0 || t > p - window;
+              const bool seen = t >= FirstSeen(window, p);
               const bool is_in_window16 = rule.enabled() && rule.IsInWindow16(t / kLength, p);
               quantized = quantized || (seen && !is_in_window16);
               window16 = window16 || (seen && is_in_window16);

@@ -173,6 +173,7 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
     step.rope_sin = Normals(step.random, step.rope_cos.size());
   }
   step.norm_after_rope = with.norm_after_rope;
+  step.query_scaling = {.beta = seed % 3 == 1 ? 0.3f : 0.f, .length = 9};
   if (with.mean) {
     step.k_mean = Normals(step.random, heads * n, 2.f);
     step.q_dot_mean.assign(tokens * heads * static_cast<size_t>(shape.group), -1.f);

@@ -103,6 +103,7 @@ struct Step {
   std::vector<PendingQuantization> blocks_to_quantize;
   int rope_dim = 0;
   bool norm_after_rope = false;
+  QueryScaling query_scaling = {};
   bool rotate = false;
   bool search = false;
   bool window16 = false;
@@ -301,6 +302,7 @@ inline WriteKvParams ProcessParams(const Step& s, const Pointers& p) {
   params.rope_sin = p.rope_sin;
   params.rope_dim = s.rope_dim;
   params.norm_after_rope = s.norm_after_rope;
+  params.query_scaling = s.query_scaling;
   params.q_heads = s.shape.group * s.shape.kv_heads;
   params.rotate = s.rotate;
   params.search_scales = s.search;

@@ -44,7 +44,7 @@ TEST_CASE("prefill matches the codecs' values at every head_dim from position 0 
 }
 
 TEST_CASE("prefill handles sliding windows, sinks and means" * doctest::test_suite("small")) {
-  for (int window : {0, 1, 30, 64, 100, 400}) {
+  for (int window : {0, 1, 30, 64, 100, 400, -1, -50, -128}) {
     Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
     c.window = window;
     c.sinks = window != 30;
@@ -75,7 +75,7 @@ TEST_CASE("every query sees its own 16-bit window") {
                                               {0, 0},   {128, 128}, {64, 256}};
   int i = 0;
   for (const PrecisionWindowTokens& window16 : kSizes) {
-    for (int window : {0, 100, 40}) {
+    for (int window : {0, 100, 40, -100, -192}) {
       Case c =
           MakeCase(i % 3 == 0   ? FormatPair{kFp4Nv, kFp4Nv}
                    : i % 3 == 1 ? FormatPair{kNone, kInt4}

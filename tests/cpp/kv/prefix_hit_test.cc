@@ -6,6 +6,8 @@
 #include <random>
 #include <vector>
 
+#include "kv/first_seen.h"
+
 namespace turbomind {
 namespace {
 
@@ -28,8 +30,7 @@ bool IsUsable(const std::vector<LayerGroup>& groups, const std::vector<std::vect
               int64_t n, bool any_pool) {
   const int64_t position = n * kLength;
   for (size_t g = 0; g < groups.size(); ++g) {
-    const int64_t oldest =
-        groups[g].window ? std::max<int64_t>(position - groups[g].window + 1, 0) : 0;
+    const int64_t oldest = FirstSeen(groups[g].window, position);
     for (int64_t b = oldest / kLength; b < n; ++b) {
       const PrecisionWindow& rule = groups[g].rule;
       const bool quantized = Has(path, b, g);
@@ -60,7 +61,8 @@ TEST_CASE("FindPrefixHit returns the longest usable prefix for any missing block
   int64_t num_cut = 0;
   for (const PrecisionWindowTokens& window16 :
        {PrecisionWindowTokens{}, {0, 0}, {64, 0}, {0, 64}, {64, 64}, {128, 192}}) {
-    for (const std::vector<int>& windows : {std::vector<int>{0}, {0, 40}, {66}, {0, 20, 150}}) {
+    for (const std::vector<int>& windows :
+         {std::vector<int>{0}, {0, 40}, {66}, {0, 20, 150}, {0, -72}}) {
       const std::vector<LayerGroup> groups = Groups(windows, window16);
       const size_t num_pools = groups.size() * (groups.front().rule.enabled() ? 2 : 1);
       for (int round = 0; round < 300; ++round) {

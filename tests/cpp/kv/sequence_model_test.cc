@@ -11,6 +11,7 @@
 #include <set>
 #include <vector>
 
+#include "kv/first_seen.h"
 #include "kv/memory_device.h"
 #include "turbomind/kv/sequence_manager.h"
 
@@ -294,7 +295,7 @@ class RandomOperations {
     const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
       const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-      const int64_t first = layers.window ? std::max<int64_t>(position - layers.window + 1, 0) : 0;
+      const int64_t first = FirstSeen(layers.window, position);
       for (int64_t i = first; i <= position; ++i) {
         const bool is_in_window16 =
             layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, position);
@@ -319,7 +320,7 @@ class RandomOperations {
     const std::vector<uint64_t> stamps = Stamps(sequence.tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
       const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-      const int64_t first = layers.window ? std::max<int64_t>(n - layers.window + 1, 0) : 0;
+      const int64_t first = FirstSeen(layers.window, n);
       for (int64_t i = first; i < n; ++i) {
         const auto b = static_cast<size_t>(i / kLength);
         bool is_in_window16 = layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, n);
@@ -375,7 +376,7 @@ TEST_CASE("random operations agree with the model") {
 }
 
 TEST_CASE("one group, with and without a sliding window, agrees with the model") {
-  for (const int window : {0, 24}) {
+  for (const int window : {0, 24, -40}) {
     MemoryDevice device;
     KvCacheConfig config = TwoGroups();
     config.windows = {window, window};
@@ -421,6 +422,8 @@ TEST_CASE("random operations with a 16-bit window agree with the model") {
       {{64, 64}, {0, 65}, {30, 1, 44, 36}},
       {{0, 64}, {24, 90}, {1, 8, 12, 26}},
       {{64, 128}, {0}, {10, 52}},
+      {{64, 64}, {0, -120}, {30, 14, 44, 40}},
+      {{0, 0}, {0, -72}, {44, 20, 9, 8}},
       {{0, 0}, {17}, {7, 7}},
       {{64, 64}, {0, 0}, {30, 60, 44, 0}, 1},
       {{64, 64}, {0, 120}, {60, 14, 0, 40}, 0},

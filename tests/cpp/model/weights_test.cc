@@ -47,8 +47,13 @@ TEST_CASE("an invalid model config is rejected with the field's name") {
   config = good;
   config.windows = {0};
   CHECK(ErrorOf(config).find("windows has 1 entries") == 0);
+  config.windows = {0, -(1 << 30) - 1};
+  CHECK(ErrorOf(config).find("windows contains -1073741825") == 0);
   config.windows = {0, -4};
-  CHECK(ErrorOf(config).find("windows contains -4") == 0);
+  CHECK(ErrorOf(config).empty());
+  config = good;
+  config.query_scaling.length = 0;
+  CHECK(ErrorOf(config).find("query_scaling.length is 0") == 0);
   config = good;
   config.ropes[0].dim = 128;
   CHECK(ErrorOf(config).find("rope.dim is 128") == 0);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv/first_seen.h"
 #include "turbomind/kv/precision_window.h"
 
 using namespace turbomind;
@@ -63,7 +64,7 @@ Seen CountSeen(const PrecisionWindow& rule, int window, int first, int last) {
     bool window16 = false;
     bool quantized = false;
     for (int query = first; query <= last; ++query) {
-      if (position <= query && (window == 0 || position > query - window)) {
+      if (position <= query && position >= FirstSeen(window, query)) {
         (rule.IsInWindow16(position / rule.block_seq_len, query) ? window16 : quantized) = true;
       }
     }

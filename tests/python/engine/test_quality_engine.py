@@ -191,6 +191,7 @@ def test_engine_other_block_lengths_equal_reference(block_len: int) -> None:
     [
         {"windows": (0, 70), "layers": 2},
         {"windows": (33, 200), "layers": 2},
+        {"windows": (-150, 0), "layers": 2},
         {"optional": frozenset({"sinks"})},
         {"optional": frozenset({"sinks"}), "windows": (100, 0), "layers": 2},
         {"optional": frozenset({"bias"})},
@@ -199,7 +200,18 @@ def test_engine_other_block_lengths_equal_reference(block_len: int) -> None:
         {"head_dim": 96, "rope": None},
         {"head_dim": 128, "heads": 6, "rope": None},
     ],
-    ids=["window", "windows", "sinks", "sinks-window", "bias", "qk-norm", "d80", "d96", "d128"],
+    ids=[
+        "window",
+        "windows",
+        "chunks",
+        "sinks",
+        "sinks-window",
+        "bias",
+        "qk-norm",
+        "d80",
+        "d96",
+        "d128",
+    ],
 )
 def test_engine_decoder_variants_in_every_quality_equal_reference(
     changes: dict[str, object], quality: str

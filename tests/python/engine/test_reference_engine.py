@@ -52,6 +52,8 @@ def test_engine_every_rope_kind_equals_reference(rope: Rope) -> None:
     [
         {"windows": (0, 40)},
         {"windows": (33, 33)},
+        {"windows": (-40, 0)},
+        {"windows": (-33, 40), "optional": frozenset({"sinks"})},
         {"optional": frozenset({"sinks"})},
         {"optional": frozenset({"sinks"}), "windows": (20, 0)},
         {"optional": frozenset({"bias", "head"})},
@@ -60,16 +62,32 @@ def test_engine_every_rope_kind_equals_reference(rope: Rope) -> None:
         {"head_dim": 128, "rope": Rope(128), "heads": 6},
         {"head_dim": 64, "rope": Rope(32)},
     ],
-    ids=["window", "windows", "sinks", "sinks-window", "bias", "qk-norm", "d80", "d128", "part"],
+    ids=[
+        "window",
+        "windows",
+        "chunks",
+        "chunks-sinks",
+        "sinks",
+        "sinks-window",
+        "bias",
+        "qk-norm",
+        "d80",
+        "d128",
+        "part",
+    ],
 )
 def test_engine_decoder_variants_equal_reference(changes: dict[str, object]) -> None:
     assert compare(make_shape(**changes), mode="none", dtype="float32")[0] < EXACT_MAX
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "windows"), [("float16", (0, 70)), ("bfloat16", (0, 70)), ("bfloat16", (-40, 0))]
+)
 @pytest.mark.parametrize("mode", codecs.MODES)
-def test_engine_every_kv_format_equals_reference(mode: str, dtype: str) -> None:
-    shape = make_shape(windows=(0, 70), optional=frozenset({"sinks"}))
+def test_engine_every_kv_format_equals_reference(
+    mode: str, dtype: str, windows: tuple[int, ...]
+) -> None:
+    shape = make_shape(windows=windows, optional=frozenset({"sinks"}))
     assert compare(shape, mode=mode, dtype=dtype)[1] < STORED_MEAN
 
 

@@ -97,6 +97,12 @@ _MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "first dense layers": ("glm4-moe", {"norm_topk_prob": False}),
     "groups of experts": ("glm4-moe-groups", {"n_group": 2}),
     "number of groups": ("glm4-moe-groups", {"topk_group": 3}),
+    "temperature of q": ("ministral3", {"llama_4_scaling_beta": 0.49}),
+    "temperature without RoPE": ("llama4", {"attn_temperature_tuning": False}),
+    "length of the temperature": ("llama4", {"floor_scale": 17}),
+    "length of a chunk": ("llama4", {"attention_chunk_size": 25}),
+    "layers with chunks": ("llama4", {"layer_types": ["full_attention"] * 4}),
+    "norms without weights": ("llama4", {"use_qk_norm": False}),
     "LayerNorm": ("cohere", {"layer_norm_eps": 1e-2}),
     "windows": ("cohere2", {"sliding_window": 25}),
 }
@@ -109,7 +115,7 @@ def test_a_planted_mistake_in_the_config_is_detected(mistake: str, tmp_path: Pat
     folder, ids = save_model(model, tmp_path), prompt(80)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    if "partial_rotary_factor" in change:
+    if set(change) <= {"partial_rotary_factor", "llama_4_scaling_beta"}:
         config["rope_parameters"].update(change)
     else:
         config.update(change)
@@ -166,6 +172,29 @@ def test_a_config_key_that_is_not_built_is_refused(
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama4", {"moe_layers": [1, 9]}, "moe_layers contains 9. Layers must be 0 to 3"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types contains 'sliding_"),
+        ("llama4", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size is '0'"),
+        ("llama4", {"floor_scale": 0}, "floor_scale is '0'"),
+        ("glm4-moe-groups", {"n_group": 3}, "8 experts have 3 groups"),
+        ("glm4-moe-groups", {"topk_group": 1}, "3 experts of a token come from 1 of 4 groups"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_value_of_a_structure_is_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save_model(make_model(_by_name(name)), tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelFormatError, match=message):
+        open_checkpoint(folder)
+
+
 def _as_internlm2(folder: Path, config: dict[str, Any]) -> None:
     """Rewrite a folder of Llama with the names of InternLM2 and its packed q, k and v."""
     path = folder / "model.safetensors"
@@ -217,19 +246,28 @@ def test_internlm3_equals_the_llama_with_its_biases(tmp_path: Path) -> None:
 # Largest mean difference, relative to the spread of the logits. Most are 1e-6. Where rounding noise
 # moves a cached value over a rounding border, its code differs by one step: up to 2.3e-3.
 _STORED_MEAN = 5e-3
+_PAIRED = ("llama4",)  # of the models below
 
 
 class _StoredRows(DynamicCache):
-    """Keys and values as attention reads them from a cache of a format."""
+    """Keys and values as attention reads them from a cache of a format.
 
-    def __init__(self, mode: str, *, rotated: bool) -> None:
+    The engine stores the two values of a pair of RoPE half a head apart. `paired` means that they
+    are neighbors in the model, so that the blocks of a format have other values.
+    """
+
+    def __init__(self, mode: str, *, rotated: bool, paired: bool = False) -> None:
         super().__init__()
-        self._mode, self._rotated = mode, rotated
+        self._mode, self._rotated, self._paired = mode, rotated, paired
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = self._stored(key_states, rotated=self._rotated)
+        order = np.arange(key_states.shape[-1])
+        order = order.reshape(-1, 2).T.reshape(-1) if self._paired else order
+        ordered = key_states[..., torch.from_numpy(order)].contiguous()
+        keys = self._stored(ordered, rotated=self._rotated)
+        keys = keys[..., torch.from_numpy(np.argsort(order))]
         values = self._stored(value_states, rotated=False)
         return super().update(keys, values, layer_idx, *args)
 
@@ -242,13 +280,16 @@ class _StoredRows(DynamicCache):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "smollm3", "glm4-moe", "olmo2", "exaone4"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", "gemma3", "smollm3", "glm4-moe", "olmo2", "exaone4", "ministral3", "llama4"],
+)
 def test_every_kv_format_equals_the_reference(name: str, mode: str, tmp_path: Path) -> None:
     # Rotation of K works with partial RoPE and without RoPE, and windows alternate by layer.
     model = make_model(_by_name(name))
     folder, ids = save_model(model, tmp_path), prompt(100)
     for rotated in (False, True):
-        cache = _StoredRows(mode, rotated=rotated)
+        cache = _StoredRows(mode, rotated=rotated, paired=name in _PAIRED)
         with torch.no_grad():
             wanted = model(torch.tensor([ids]), past_key_values=cache).logits[0].numpy()
         with EngineRun(str(folder), exact=True, kv_format=mode, rotated=rotated) as run:
@@ -269,10 +310,22 @@ def test_the_tolerance_of_stored_values_detects_another_format(tmp_path: Path) -
         assert (np.abs(got - other) / other.std()).mean() > 4 * _STORED_MEAN
 
 
-def test_gemma3_with_pictures_loads_its_text_part(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "architecture", "model_type"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration", "gemma3"),
+        ("llama4", "Llama4ForConditionalGeneration", "llama4"),
+        ("ministral3", "Mistral3ForConditionalGeneration", "mistral3"),
+    ],
+)
+def test_a_model_with_pictures_loads_its_text_part(
+    name: str,
+    architecture: str,
+    model_type: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = make_model(_by_name("gemma3"))
+    model = make_model(_by_name(name))
     folder, ids = save_model(model, tmp_path), prompt(80)
     path = folder / "model.safetensors"
     tensors = {f"language_model.{key}": value for key, value in load_file(path).items()}
@@ -280,19 +333,21 @@ def test_gemma3_with_pictures_loads_its_text_part(
     save_file(tensors, path, metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     outer = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "text_config": {**text, "model_type": "gemma3_text"},
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": text,
         "vision_config": {"hidden_size": 4},
     }
     (folder / "config.json").write_text(json.dumps(outer))
     with caplog.at_level("INFO", logger="lmdeploy"):
         assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
-    assert "only the text part of Gemma3ForConditionalGeneration is loaded" in caplog.text
+    assert f"only the text part of {architecture} is loaded" in caplog.text
 
 
-def test_prefix_hits_preserve_the_answer_with_several_ropes(tmp_path: Path) -> None:
-    folder = save_model(make_model(_by_name("gemma3")), tmp_path)
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "llama4-top2-no-norm"])
+def test_prefix_hits_preserve_the_answer(name: str, tmp_path: Path) -> None:
+    # Several ropes, and chunks that do and do not begin at the edges of blocks.
+    folder = save_model(make_model(_by_name(name)), tmp_path)
     config = TurbomindEngineConfig(exact=True, session_len=512, enable_prefix_caching=True)
     ids = prompt(140)
     with Pipeline(str(folder), config) as pipe:

@@ -30,6 +30,10 @@ _EXPERT_NAMES = {
     "shared_experts.down_proj.weight": ("ffn_down_shexp.weight",),
     "shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "shared_mlp.output_linear.weight": ("ffn_down_shexp.weight",),
+    "shared_expert.gate_proj.weight": ("ffn_gate_shexp.weight",),
+    "shared_expert.up_proj.weight": ("ffn_up_shexp.weight",),
+    "shared_expert.down_proj.weight": ("ffn_down_shexp.weight",),
+    "feed_forward.router.weight": ("ffn_gate_inp.weight",),
     "mlp.gate.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
@@ -221,6 +225,28 @@ GGUF_MODELS = (
             "leading_dense_block_count": 1,
         },
     ),
+    GgufModel(
+        _tiny(
+            "llama4",
+            "Llama4",
+            {
+                "num_hidden_layers": 4,
+                "intermediate_size": 48,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 6,
+                "num_experts_per_tok": 2,
+                "interleave_moe_layer_step": 2,
+            },
+            config="Llama4Text",
+        ),
+        "llama4",
+        {
+            **_EXPERT_KEYS,
+            "feed_forward_length": 96,
+            "expert_feed_forward_length": 48,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     GgufModel(_FAMILIES["granite-moe"], "granitemoe", {**_GRANITE, **_EXPERT_KEYS}, permuted=True),
     GgufModel(
         _FAMILIES["granite-moe-shared"],
@@ -242,7 +268,8 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     writer.add_block_count(layers + made.unused_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if "feed_forward_length" not in made.keys:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -277,6 +304,8 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     for name, parameter in model.state_dict().items():
         values = parameter.detach().numpy()
         if parts := _expert_parts(name):
+            if made.arch == "llama4" and values.ndim == 3:  # [experts, inputs, outputs]
+                values = values.swapaxes(-1, -2)
             for stored, part in zip(parts, _split(values, len(parts)), strict=True):
                 writer.add_tensor(stored, np.ascontiguousarray(part))
             continue

@@ -30,6 +30,30 @@ _GRANITE = {
 }
 _EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 
+_MINISTRAL3 = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 1, 0, 1],
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "pad_token_id": 0,
+}
+
 FAMILY_MODELS = (
     TinyModel(
         "gemma2",
@@ -98,6 +122,21 @@ FAMILY_MODELS = (
         rope={"partial_rotary_factor": 0.5},
     ),
     TinyModel("ministral", "Ministral", {"sliding_window": 30, "head_dim": 64}),
+    TinyModel("ministral3", "Ministral3", rope=_MINISTRAL3),
+    TinyModel("llama4", "Llama4", _LLAMA4, config="Llama4Text"),
+    TinyModel(
+        "llama4-top2-no-norm",
+        "Llama4",
+        {
+            **_LLAMA4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": False,
+            "attention_chunk_size": 64,
+            "attention_bias": True,
+        },
+        config="Llama4Text",
+    ),
     TinyModel("olmo2", "Olmo2"),
     TinyModel(
         "olmo3",

@@ -66,8 +66,8 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
             elif name.endswith("sinks"):
                 tensor.copy_(2.0 * noise)
             else:
-                # The experts of GPT-OSS have the shape [experts, inputs, outputs].
-                turned = tiny.architecture == "GptOss" and tensor.ndim == 3
+                # These experts have the shape [experts, inputs, outputs].
+                turned = tiny.architecture in ("GptOss", "Llama4") and tensor.ndim == 3
                 inputs = tensor.shape[-2 if turned else -1]
                 tensor.copy_(noise * (1.5 / inputs**0.5))
     return model

@@ -244,6 +244,9 @@ void CpuGroupRows(const GroupRowsParams& params) {
     const int32_t slot = next[params.ids[i]]++;
     params.slots[i] = slot;
     params.x_rows[slot] = static_cast<int32_t>(i / params.top_k);
+    if (params.slot_weights != nullptr) {
+      params.slot_weights[slot] = params.weights[i];
+    }
   }
 }
 

@@ -102,6 +102,7 @@ void CpuWriteKv(const CpuKvKernels& kernels, ThreadPool& pool, const WriteKvPara
       const int position = batch.positions[args.token];
       args.block = table[position / params.kv.block_seq_len];
       args.slot = position % params.kv.block_seq_len;
+      args.q_scale = params.query_scaling.At(position);
       const RowCounts counts = kernels.write_head(args);
       found.nonfinite += counts.nonfinite;
       found.clipped += counts.clipped;

@@ -87,6 +87,7 @@ struct WriteHeadArgs {
   int head = 0;
   int64_t block = 0;  // block of the 16-bit pool if there is one
   int slot = 0;       // inside the block
+  float q_scale = 1.f;
 };
 
 struct CpuKvKernels : CpuRowKernels {

@@ -78,7 +78,7 @@ struct Visible {
 };
 
 Visible VisibleAt(int context, const LayerRule& rule) {
-  const int begin = FirstVisible(rule.window, context - 1);
+  const int begin = context == 0 ? 0 : FirstVisible(rule.window, context - 1);
   if (!rule.window16.enabled() || context == 0) {
     return {{begin, context}, {}};
   }
@@ -112,7 +112,8 @@ int64_t LayerRule::MaxQuantizedItems(int64_t num_seqs, int num_slots) const {
   if (window16.IsAlwaysInWindow16(window)) {
     return 0;
   }
-  return MaxItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), num_slots);
+  const int reach = window != 0 ? WindowReach(window) : std::numeric_limits<int32_t>::max();
+  return MaxItems(num_seqs, reach, num_slots);
 }
 
 int64_t LayerRule::MaxWindow16Items(int64_t num_seqs, int num_slots) const {

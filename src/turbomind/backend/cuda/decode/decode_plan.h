@@ -54,7 +54,7 @@ constexpr int64_t MaxItems(int64_t num_ranges, int64_t longest, int num_slots) {
 
 // The positions that a layer's queries see. Layers with the same rule share a plan.
 struct LayerRule {
-  int window = 0;                 // 0: full attention
+  int window = 0;                 // as in kv/sliding_window.h
   PrecisionWindow window16 = {};  // not enabled: all positions are in the quantized pool
 
   bool operator==(const LayerRule& other) const;

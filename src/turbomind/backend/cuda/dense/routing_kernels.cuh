@@ -197,6 +197,9 @@ __global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p
       const int at = slot + CountOnes(all & ((1u << lane) - 1));
       StoreGlobal(p.slots + pair, at);
       StoreGlobal(p.x_rows + at, pair / p.top_k);
+      if (p.slot_weights != nullptr) {
+        StoreGlobal(p.slot_weights + at, LoadGlobal(p.weights + pair));
+      }
     }
     slot += CountOnes(all);
   });

@@ -95,6 +95,7 @@ struct ProcessRow {
   // `bias` is what the row in memory still lacks, or null.
   TM_DEVICE void Norm(const float* weight, const float* bias);
   TM_DEVICE void Rotate();  // RoPE
+  TM_DEVICE void Scale();   // by the temperature of its position
   TM_DEVICE void SubtractMean();
   TM_DEVICE void DotMean();
   TM_DEVICE void Hadamard();
@@ -197,6 +198,17 @@ TM_DEVICE void ProcessRow<kRowLanes>::Rotate() {
         const float turned = MulRounded(y[i], s[i]);
         x[i] = d < half ? own - turned : own + turned;
       }
+    }
+  }
+}
+
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::Scale() {
+  if (at.active()) {
+    const float scale = op().query_scaling.At(LoadGlobal(op().batch.positions + token));
+#pragma unroll
+    for (float& value : x) {
+      value = MulRounded(value, scale);
     }
   }
 }
@@ -365,6 +377,9 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
       row.Store();
       SyncWarp();
       row.Norm(weight, nullptr);
+    }
+    if (kind == RowKind::kQ && op.query_scaling.beta != 0.f) {
+      row.Scale();
     }
     if (kind == RowKind::kQ && op.k_mean != nullptr && op.q_dot_mean != nullptr) {
       row.DotMean();

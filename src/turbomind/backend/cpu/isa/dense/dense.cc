@@ -93,6 +93,11 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   const int64_t dim = params.dim;
   const float* in = params.gate_up + (params.gated ? 2 : 1) * row * dim;
   float* out = params.out + row * dim;
+  const float scale = params.row_scales != nullptr ? params.row_scales[row] : 1.f;
+  const auto scaled = [&](F32x16 gate, F32x16 up) {
+    return params.row_scales == nullptr ? fn(gate, up)
+                                        : fn(Mul(gate, Set1(scale)), Mul(up, Set1(scale)));
+  };
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
     GateAndUp x = {Zero(), Set1(1.f)};
@@ -102,7 +107,7 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
       x.gate = Load(in + i);
       x.up = params.gated ? Load(in + dim + i) : x.up;
     }
-    Store(out + i, fn(x.gate, x.up));
+    Store(out + i, scaled(x.gate, x.up));
   }
   const int rest = static_cast<int>(dim - i);
   if (rest == 0) {
@@ -117,7 +122,7 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
       up[k] = params.interleaved ? in[2 * (i + k) + 1] : in[dim + i + k];
     }
   }
-  Store(gate, fn(Load(gate), Load(up)));
+  Store(gate, scaled(Load(gate), Load(up)));
   __builtin_memcpy(out + i, gate, rest * sizeof(float));
 }
 

@@ -56,6 +56,12 @@ TM_HD void SubtractRow(float* x, const float* mean, int n) {
   }
 }
 
+TM_HD void ScaleRow(float* x, float scale, int n) {
+  for (int d = 0; d < n; d += kLanes) {
+    Store(x + d, Mul(Load(x + d), Set1(scale)));
+  }
+}
+
 TM_HD float DotRow(const float* x, const float* y, int n) {
   F32x16 sum = Zero();
   for (int d = 0; d < n; d += kLanes) {
@@ -116,6 +122,9 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
   for (int h = 0; h < group; ++h) {
     const int q_head = args.head * group + h;
     float* q = PrepareHead(t, q_head, p.q_norm, true);
+    if (args.q_scale != 1.f) {
+      ScaleRow(q, args.q_scale, n);
+    }
     if (mean != nullptr && p.q_dot_mean != nullptr) {
       p.q_dot_mean[static_cast<int64_t>(args.token) * p.q_heads + q_head] = DotRow(q, mean, n);
     }
