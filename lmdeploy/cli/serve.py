@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from lmdeploy.base.checks import OptionError
@@ -33,7 +35,7 @@ def run_api_server(args: argparse.Namespace) -> int:
 def run_ray(args: argparse.Namespace) -> int:
     """Serve with replicas on Ray until interrupted. Return the exit status."""
     from lmdeploy.engine.load import Core
-    from lmdeploy.replicas.deploy import ReplicaOptions, start_replicas
+    from lmdeploy.replicas.deploy import ReplicaOptions, Replicas
     from lmdeploy.serve import server
 
     config = engine_config(args)
@@ -46,25 +48,29 @@ def run_ray(args: argparse.Namespace) -> int:
     server.check_options(options)
     if args.dry_run:
         return print_plan(args.model_path, config)
-    replicas = ReplicaOptions(
-        num_replicas=args.num_replicas,
-        min_replicas=args.min_replicas,
-        cpus_per_replica=args.cpus_per_replica,
-        address=args.address,
-    )
-    make_core, stop = start_replicas(
-        args.model_path, config, options=replicas, log_level=options.log_level
+    replicas = Replicas(
+        args.model_path,
+        config,
+        name=options.model_name or args.model_path,
+        options=ReplicaOptions(
+            num_replicas=args.num_replicas,
+            min_replicas=args.min_replicas,
+            cpus_per_replica=args.cpus_per_replica,
+            address=args.address,
+        ),
+        log_level=options.log_level,
     )
     try:
+        signal.signal(signal.SIGHUP, lambda *_: Thread(target=replicas.update, daemon=True).start())
         server.run_server(
             args.model_path,
             config,
             chat_template_config=template,
             options=options,
-            start_core=lambda: Core(make_core(), lambda: None),  # type: ignore[arg-type]
+            start_core=lambda: Core(replicas.make_core(), lambda: None),  # type: ignore[arg-type]
         )
     finally:
-        stop()
+        replicas.stop()
     return 0
 
 

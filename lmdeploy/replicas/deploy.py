@@ -1,22 +1,26 @@
-"""Start the replicas of a model on Ray Serve."""
+"""Start the replicas of a model on Ray Serve, update and stop them."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import re
+import threading
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from lmdeploy.base.checks import OptionError, check_int, refuse
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
+from lmdeploy.replicas.transport import CALLER
+from lmdeploy.version import __version__
 
 logger = logging.getLogger("lmdeploy")
 
-APPLICATION = "lmdeploy"
 _MAX_ONGOING = 1024  # requests of one replica; its scheduler queues those that do not fit
+_JOIN_SECONDS = 10  # that replicas of an earlier command have to describe themselves
 
 
 @dataclass(frozen=True)
@@ -50,32 +54,149 @@ class ReplicaOptions:
             )
 
 
-def start_replicas(
-    model_path: str, config: TurbomindEngineConfig, *, options: ReplicaOptions, log_level: str
-) -> tuple[Callable[[], ReplicatedCore], Callable[[], None]]:
-    """Start the replicas and wait until they serve.
+class Replicas:
+    """The replicas of one model. They form an application of Ray Serve.
 
-    Return a function that makes a core for them, and one that stops them. Raise OptionError if Ray
-    is not installed.
+    Commands that join one cluster and serve one model name share the replicas. If the options
+    differ, the later command updates them. It also becomes their owner, and only the owner stops
+    them.
     """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: TurbomindEngineConfig,
+        *,
+        name: str,
+        options: ReplicaOptions,
+        log_level: str,
+    ) -> None:
+        """Connect to Ray, and start the replicas or find those that run. Wait until they serve.
+
+        Args:
+            model_path: as in `load_engine`.
+            config: options of each engine.
+            name: the name under which the model is served.
+            options: options of the replicas.
+            log_level: log level of the replicas.
+
+        Raises:
+            OptionError: if Ray is not installed.
+        """
+        self._ray = _connect(options.address)
+        self._options = options
+        self._application = f"lmdeploy-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
+        self._job = self._ray.get_runtime_context().get_job_id()
+        self._updating = threading.Lock()
+        cpus = options.cpus_per_replica or (os.cpu_count() or 1) / options.num_replicas
+        if config.num_threads is None:
+            config.num_threads = max(int(cpus), 1)
+        text = repr((__version__, model_path, config, options, log_level))
+        release = blake2b(text.encode(), digest_size=8).hexdigest()
+        deployment = _make_deployment(options, cpus=cpus)
+        self._app = deployment.bind(model_path, config, log_level=log_level, release=release)
+        self._handle, self._plan = self._find(release) or self._deploy()
+        self._own()
+
+    def make_core(self) -> ReplicatedCore:
+        """Return a core that sends its requests to the replicas."""
+        remote = self._handle.options(method_name="generate", stream=True).remote
+        return ReplicatedCore(
+            lambda fields: remote({**fields, CALLER: self._job}),
+            plan=self._plan,
+            patience=self._options.patience,
+        )
+
+    def update(self) -> None:
+        """Replace the replicas one after another, and wait until the new ones serve.
+
+        The new ones read the files of the model and the Python package again. Their options stay.
+        """
+        with self._updating:
+            logger.warning("The replicas are replaced one after another.")
+            try:
+                self._deploy()
+            except RuntimeError as error:  # the old replicas that are left still serve
+                logger.error("The new replicas do not start: %s", error)
+            else:
+                logger.warning("All replicas are replaced.")
+
+    def stop(self) -> None:
+        """Stop the replicas unless another command owns them, and leave the cluster."""
+        from ray import serve
+
+        if self._owner() == self._job:
+            serve.delete(self._application)
+        if self._options.address is None:
+            serve.shutdown()
+        self._ray.shutdown()
+
+    def _find(self, release: str) -> tuple[Any, dict[str, Any]] | None:
+        """Return the handle and the memory plan of replicas of this release if they run."""
+        from ray import serve
+
+        if not self._owner():
+            return None
+        try:
+            handle: Any = serve.get_app_handle(self._application)
+            found = handle.describe.remote().result(timeout_s=_JOIN_SECONDS)
+        except Exception as error:  # Ray raises many kinds; then the replicas are started
+            logger.warning("No replica of an earlier command answers: %s", error)
+            return None
+        return (handle, found["plan"]) if found["release"] == release else None
+
+    def _deploy(self) -> tuple[Any, dict[str, Any]]:
+        """Start the replicas, or replace those that run. Return their handle and memory plan."""
+        from ray import serve
+
+        handle: Any = serve.run(self._app, name=self._application, route_prefix=None)
+        return handle, handle.describe.remote().result()["plan"]
+
+    def _own(self) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(self._application, self._job, overwrite=True)
+
+    def _owner(self) -> str:
+        """Return the Ray job of the command that owns the replicas, or ""."""
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        return (_internal_kv_get(self._application) or b"").decode()
+
+
+def _connect(address: str | None) -> Any:
+    """Connect to a Ray cluster, or start one. Return Ray. Raise OptionError without Ray."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        # Ray then listens on loopback only. On Linux it ignores a loopback node address.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if options.address is None:
-            # Ray then listens on loopback only. On Linux it ignores a loopback node address.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         import ray
         from ray import serve
-        from ray.serve.config import RequestRouterConfig
     except ImportError:
         raise OptionError("num_replicas", "needs Ray. Install lmdeploy-fp4[ray].") from None
-    _connect(ray, options.address)
+    if address is None:
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    else:
+        ray.init(address=address, log_to_driver=False)
     serve.start(proxy_location="Disabled")
-    cpus = options.cpus_per_replica or (os.cpu_count() or 1) / options.num_replicas
+    logger.warning(
+        "Ray Serve opens one port for each replica on all interfaces and asks for no key there. "
+        "Close them with a firewall."
+    )
+    return ray
+
+
+def _make_deployment(options: ReplicaOptions, *, cpus: float) -> Any:
+    """Return the deployment of Ray Serve whose replicas are engines."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
     scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
     if options.min_replicas is not None:
         limits = {"min_replicas": options.min_replicas, "max_replicas": options.num_replicas}
         scaling = {"autoscaling_config": limits}
-    deployment = serve.deployment(
+    return serve.deployment(
         EngineReplica,
         name="engine",
         max_ongoing_requests=_MAX_ONGOING,
@@ -89,31 +210,3 @@ def start_replicas(
         ),
         **scaling,
     )
-    if config.num_threads is None:
-        config.num_threads = max(int(cpus), 1)
-    app = deployment.bind(model_path, config, log_level=log_level)
-    handle: Any = serve.run(app, name=APPLICATION, route_prefix=None)
-    logger.warning(
-        "Ray Serve opens one port for each replica on all interfaces and asks for no key there. "
-        "Close them with a firewall."
-    )
-    plan = handle.memory_plan.remote().result()
-
-    def make_core() -> ReplicatedCore:
-        generate = handle.options(method_name="generate", stream=True).remote
-        return ReplicatedCore(generate, plan=plan, patience=options.patience)
-
-    def stop() -> None:
-        serve.delete(APPLICATION)
-        if options.address is None:
-            serve.shutdown()
-        ray.shutdown()
-
-    return make_core, stop
-
-
-def _connect(ray: Any, address: str | None) -> None:
-    if address is not None:
-        ray.init(address=address, log_to_driver=False)
-        return
-    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)

@@ -41,6 +41,7 @@ REQUEST_FIELDS = (
     "cache_salt",
 )
 REQUEST_ID = "request_id"  # in the core that sends it, for the router
+CALLER = "caller"  # the Ray job of the process that receives the outputs
 GRAMMAR = "grammar"  # instead of token_mask: the text from which an engine compiles it
 
 

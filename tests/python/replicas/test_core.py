@@ -11,8 +11,10 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy import GenerationConfig, TurbomindEngineConfig
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.load import Core, TextOptions, load_engine_with
+from lmdeploy.replicas.callers import Callers
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
+from lmdeploy.replicas.transport import CALLER, request_fields
 from lmdeploy.response import join_pieces
 
 PROMPT = list(range(3, 40))
@@ -103,7 +105,7 @@ class Fleet:
 def ask(folder, fleet, options, *, patience=None):
     """Return the response of an engine whose core is the fleet."""
     core = ReplicatedCore(
-        fleet.generate, plan=fleet._replica.memory_plan(), patience=patience or Patience()
+        fleet.generate, plan=fleet._replica.describe()["plan"], patience=patience or Patience()
     )
     engine = AsyncEngine(
         load_engine_with(
@@ -169,7 +171,7 @@ def test_logits_of_all_positions_are_not_sent_twice(folder, replica):
 
 def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
     fleet = Fleet(replica, [4], failure=None)
-    core = ReplicatedCore(fleet.generate, plan=replica.memory_plan())
+    core = ReplicatedCore(fleet.generate, plan=replica.describe()["plan"])
     request = replica._engine.loaded.new_request()
     request.id, request.prompt, request.max_new_tokens = 5, PROMPT, 100
     request.ignore_eos = True
@@ -188,7 +190,7 @@ def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
 
 
 def test_a_wrong_request_is_not_tried_again(replica):
-    core = ReplicatedCore(Fleet(replica, []).generate, plan=replica.memory_plan())
+    core = ReplicatedCore(Fleet(replica, []).generate, plan=replica.describe()["plan"])
     request = replica._engine.loaded.new_request()
     request.prompt, request.max_new_tokens = [], 4
     core.submit(request)
@@ -196,3 +198,29 @@ def test_a_wrong_request_is_not_tried_again(replica):
     assert output.finish_reason == "error" and output.is_request_fault
     assert "no tokens" in output.error
     core.close()
+
+
+@pytest.mark.parametrize("failure", [None, ConnectionError("no head node")])
+def test_requests_of_a_caller_that_has_ended_are_dropped(replica, monkeypatch, failure):
+    def find_dead():
+        if failure is not None:
+            raise failure
+        return {"01"}
+
+    monkeypatch.setattr(replica, "_callers", Callers(find_dead, period_seconds=0.01))
+    request = replica._engine.loaded.new_request()
+    request.prompt, request.max_new_tokens, request.ignore_eos = PROMPT, 200, True
+
+    async def ends(caller):
+        fields = {**request_fields(request), CALLER: caller}
+        outputs = [output async for group in replica.generate(fields) for output in group]
+        return outputs[-1].finish_reason
+
+    async def both():
+        return await asyncio.gather(ends("01"), ends("02"))
+
+    assert asyncio.run(both()) == ["length" if failure else "none", "length"]
+    deadline = time.monotonic() + 10
+    while replica._engine.loaded.cpp_engine.stats().num_running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Tests of `lmdeploy serve ray` with real Ray processes: kill and stop replicas during streams."""
+"""Tests of `lmdeploy serve ray` with real Ray processes, which are killed, stopped and replaced."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -26,13 +28,13 @@ BODIES = {
 
 
 class Server:
-    """A running `lmdeploy serve ray` command."""
+    """A running `lmdeploy serve ray` command. `cluster` is the parent of Ray's processes."""
 
-    def __init__(self, folder, log):
+    def __init__(self, folder, log, *flags, cluster=None):
         command = [sys.executable, "-m", "lmdeploy", "serve", "ray", folder, "--server-port", "0"]
         command += ["--num-replicas", "2", "--cpus-per-replica", "1", "--model-name", "m"]
         command += ["--session-len", "2048", "--cache-max-entry-count", "100", "--deterministic"]
-        command += ["--api-keys", "secret"]
+        command += ["--api-keys", "secret", *flags]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "LMDEPLOY_CACHE": "0"}
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=env)
@@ -41,12 +43,17 @@ class Server:
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         self.url = found[1]
+        self.cluster = cluster or self.process
+        self.log = log
 
     def replicas(self):
         """Return the processes of the replicas by their ids."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        names = {child.pid: " ".join(child.cmdline()) for child in children if child.is_running()}
-        return {pid for pid, name in names.items() if "ServeReplica:lmdeploy" in name}
+        found = set()
+        for child in psutil.Process(self.cluster.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                if "ServeReplica:lmdeploy" in " ".join(child.cmdline()):
+                    found.add(child.pid)
+        return found
 
     def stream(self, options, *, after=None):
         """Return the text of a stream. Call `after` once, when some of it has arrived."""
@@ -73,10 +80,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_model(make_model(TINY_MODELS[0]), folder)
-    server = Server(str(folder), tmp_path_factory.mktemp("log") / "log")
+def folder(tmp_path_factory):
+    return str(save_model(make_model(TINY_MODELS[0]), tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    server = Server(folder, tmp_path_factory.mktemp("log") / "log")
     yield server
     left = server.replicas()
     server.process.send_signal(signal.SIGTERM)
@@ -141,3 +151,73 @@ def test_a_stream_leaves_a_stopped_replica(server):
 
     assert server.stream(BODIES["greedy"], after=stop_all) == whole
     wait_for_two(server, before)
+
+
+@pytest.mark.timeout(200)
+def test_an_update_replaces_the_replicas_and_breaks_no_stream(server):
+    whole = server.stream(BODIES["seeded"])
+    before = server.replicas()
+    server.process.send_signal(signal.SIGHUP)
+    while server.replicas() & before:
+        assert server.stream(BODIES["seeded"]) == whole
+    wait_for_two(server, before)
+    deadline = time.monotonic() + 60
+    while "All replicas are replaced." not in server.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert server.stream(BODIES["seeded"]) == whole
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A Ray cluster of its own: its process and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    command = [ray, "start", "--head", "--block", "--port", str(port), "--num-cpus", "2"]
+    command += ["--include-dashboard=false", "--disable-usage-stats"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "ray", "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=env)
+    deadline = time.monotonic() + 60
+    while "Ray runtime started" not in (tmp_path / "ray").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    address = re.search(r"--address='(\S+)'", (tmp_path / "ray").read_text())[1]
+    yield process, address
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+
+
+def cpu_seconds(pids):
+    """Return the processor time that processes have used."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+@pytest.mark.timeout(200)
+def test_replicas_outlive_the_http_process_and_drop_its_requests(folder, cluster, tmp_path):
+    process, address = cluster
+
+    def serve(name, *flags):
+        return Server(folder, tmp_path / name, "--address", address, *flags, cluster=process)
+
+    first = serve("first")
+    whole = first.stream(BODIES["greedy"])
+    replicas = first.replicas()
+    with pytest.raises(httpx.RemoteProtocolError):  # 120 x 2000 tokens need more than 10 s
+        first.stream({**BODIES["seeded"], "n": 120, "max_tokens": 2000}, after=first.process.kill)
+    time.sleep(2)
+    used = cpu_seconds(replicas)
+    time.sleep(2)
+    assert cpu_seconds(replicas) - used < 0.5
+    second = serve("second")
+    assert second.replicas() == replicas
+    assert second.stream(BODIES["greedy"]) == whole
+    third = serve("third", "--max-batch-size", "8")
+    assert len(third.replicas()) == 2 and not third.replicas() & replicas
+    assert second.stream(BODIES["greedy"]) == third.stream(BODIES["greedy"]) == whole
+    for server, num_left in ((second, 2), (third, 0)):
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert len(server.replicas()) == num_left
