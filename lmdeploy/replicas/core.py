@@ -32,7 +32,7 @@ class Patience:
         lost_seconds: a request that no replica continues for this time fails.
     """
 
-    silent_seconds: float = 3.0
+    silent_seconds: float = 2.5
     lost_seconds: float = 120.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -16,16 +17,21 @@ from lmdeploy.replicas.prefix_table import PrefixTable, prefix_keys
 from lmdeploy.replicas.transport import REQUEST_ID
 
 _MAX_TRIED = 1 << 14  # requests whose replicas are remembered
+_AVOID_SECONDS = 5.0  # Ray needs about 10 s to replace a replica that hangs
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Chooses by prefix and load. A request that continues goes to a replica it was not on."""
+    """Chooses by prefix and load. A request that continues goes to a replica it was not on.
+
+    The replica that it leaves gets no other request for a while if there are others.
+    """
 
     def initialize_state(self, **_: Any) -> None:
         """Begin with an empty table. Ray calls this once."""
         self._table: PrefixTable[ReplicaID] = PrefixTable()
         self._running: Counter[ReplicaID] = Counter()
-        self._tried: OrderedDict[int, set[ReplicaID]] = OrderedDict()
+        self._tried: OrderedDict[int, list[ReplicaID]] = OrderedDict()
+        self._left_at: dict[ReplicaID, float] = {}  # when a request left a replica
 
     async def choose_replicas(
         self,
@@ -39,8 +45,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         fields = _fields_of(pending_request)
         if fields is None:
             return [found]
-        tried = self._tried.get(fields[REQUEST_ID], set())
-        usable = [r for r in found if r.replica_id not in tried] or found
+        now = time.monotonic()
+        tried = self._tried.get(fields[REQUEST_ID], [])
+        if tried:
+            self._left_at[tried[-1]] = now
+        fresh = [r for r in found if r.replica_id not in tried] or found
+        limit = now - _AVOID_SECONDS
+        usable = [r for r in fresh if self._left_at.get(r.replica_id, limit) <= limit] or fresh
         loads = {r.replica_id: self._running[r.replica_id] for r in usable}
         keys = prefix_keys(fields["prompt"], fields["cache_salt"])
         best = self._table.choose(keys, loads)
@@ -66,10 +77,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._table.forget(gone)
         for replica_id in gone:
             del self._running[replica_id]
+            self._left_at.pop(replica_id, None)
         super().update_replicas(replicas)
 
     def _remember(self, request_id: int, replica_id: Any) -> None:
-        self._tried.setdefault(request_id, set()).add(replica_id)
+        self._tried.setdefault(request_id, []).append(replica_id)
         while len(self._tried) > _MAX_TRIED:
             self._tried.popitem(last=False)
 

@@ -52,3 +52,15 @@ def test_a_request_that_continues_goes_to_another_replica():
     first = choose(router, [1] * 128, request_id=0)
     assert choose(router, [1] * 130, request_id=0) != first
     assert choose(router, [1] * 130, request_id=0) in ("a", "b")  # both were tried
+
+
+def test_a_replica_that_a_request_has_left_is_avoided_for_a_while(monkeypatch):
+    router = Router()
+    prompt = [1] * 128
+    hung = choose(router, prompt, request_id=0)
+    assert choose(router, prompt, request_id=1) == hung
+    other = choose(router, prompt, request_id=0)
+    assert other != hung
+    assert {choose(router, [i] * 128, request_id=i) for i in range(2, 9)} == {other}
+    monkeypatch.setattr("lmdeploy.replicas.router._AVOID_SECONDS", 0)
+    assert choose(router, [9] * 128, request_id=9) == hung
