@@ -68,7 +68,7 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--address",
         default=None,
-        help="Ray cluster to join, such as auto or ray://host:10001 (default: start one here)",
+        help="Ray cluster of this machine to join: auto or host:port (default: start one here)",
     )
 
 

@@ -32,7 +32,8 @@ class ReplicaOptions:
         min_replicas: let Ray Serve start and stop replicas by load, but keep this many. None keeps
             num_replicas.
         cpus_per_replica: cores that Ray reserves for a replica. None divides this machine's cores.
-        address: address of the Ray cluster to join. None starts one on this machine.
+        address: address of the Ray cluster to join, to which this machine belongs. None starts one
+            on this machine.
         patience: how long a request waits for a replica.
     """
 
@@ -47,6 +48,9 @@ class ReplicaOptions:
         if self.min_replicas is not None:
             high = self.num_replicas
             check_int("min_replicas", self.min_replicas, low=1, high=high, flag="--min-replicas")
+        if self.address is not None and self.address.startswith("ray://"):  # has no streams
+            wanted = "auto or host:port, on a machine that `ray start` has added to the cluster"
+            raise refuse("address", self.address, wanted=wanted, flag="--address")
         if self.cpus_per_replica is not None and not self.cpus_per_replica > 0:
             wanted = "a number above 0"
             raise refuse(
@@ -175,8 +179,8 @@ def _connect(address: str | None) -> Any:
         from ray import serve
     except ImportError:
         raise OptionError("num_replicas", "needs Ray. Install lmdeploy-fp4[ray].") from None
-    if address is None:
-        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    if address is None:  # without an address, Ray would join a cluster of this machine
+        ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     else:
         ray.init(address=address, log_to_driver=False)
     serve.start(proxy_location="Disabled")

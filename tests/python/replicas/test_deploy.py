@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from lmdeploy.cli.main import main
+import pytest
+import yaml
+
+from lmdeploy.cli.main import main, make_parser
 from lmdeploy.replicas.deploy import ReplicaOptions
 
 
@@ -13,6 +16,7 @@ def test_wrong_options_are_named():
         ({"num_replicas": 0}, "--num-replicas"),
         ({"num_replicas": 2, "min_replicas": 3}, "--min-replicas"),
         ({"cpus_per_replica": 0}, "--cpus-per-replica"),
+        ({"address": "ray://host:10001"}, "--address"),
     ):
         with pytest.raises(ValueError, match=match):
             ReplicaOptions(**options)
@@ -24,3 +28,15 @@ def test_one_address_of_events_is_not_shared(capsys):
         main(arguments)
     assert failure.value.code == 2
     assert "several replicas" in capsys.readouterr().err
+
+
+def test_the_kubernetes_example_is_a_valid_command():
+    text = (Path(__file__).resolve().parents[3] / "docs/scaling.md").read_text()
+    job, service = yaml.safe_load_all(text.split("```yaml\n")[1].split("```")[0])
+    words = job["spec"]["entrypoint"].split()
+    args = make_parser().parse_args(words[1:])
+    assert words[0] == "lmdeploy" and args.server == "ray" and args.address == "auto"
+    assert [group["replicas"] for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]] == [
+        args.num_replicas
+    ]
+    assert service["spec"]["ports"] == [{"port": args.server_port}]

@@ -169,8 +169,10 @@ def test_an_update_replaces_the_replicas_and_breaks_no_stream(server):
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    """A Ray cluster of its own: its process and its address."""
+def cluster(tmp_path, monkeypatch):
+    """A Ray cluster of its own: its process and its address. It asks for a token."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # by itself, Ray sends none to a host:port
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -188,6 +190,16 @@ def cluster(tmp_path):
     yield process, address
     process.send_signal(signal.SIGTERM)
     process.wait(60)
+
+
+@pytest.mark.timeout(200)
+def test_without_an_address_no_cluster_is_joined(folder, cluster, tmp_path):
+    process, _ = cluster
+    server = Server(folder, tmp_path / "log")
+    assert len(server.replicas()) == 2  # children of the command
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert process.poll() is None
 
 
 def cpu_seconds(pids):
