@@ -15,7 +15,7 @@ from lmdeploy.replicas.transport import CALLER, Output, copy_output, make_reques
 
 # A replica that computes a long prompt sends no token, but it sends a sign of life this often.
 HEARTBEAT_SECONDS = 0.5
-_COALESCE_SECONDS = 0.005  # outputs within this time travel in one message
+_COALESCE_SECONDS = 0.005  # outputs within this time, except the first, travel in one message
 
 
 class EngineReplica:
@@ -82,6 +82,7 @@ class _Sink:
     def __init__(self) -> None:
         self.request_id = 0
         self.has_ended = False
+        self._has_begun = False
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -95,7 +96,9 @@ class _Sink:
             first = await asyncio.wait_for(self._queue.get(), HEARTBEAT_SECONDS)
         except asyncio.TimeoutError:
             return []
-        await asyncio.sleep(_COALESCE_SECONDS)
+        if self._has_begun:
+            await asyncio.sleep(_COALESCE_SECONDS)
+        self._has_begun = True
         outputs = []
         for output in itertools.chain([first], iter(self._next, None)):
             if isinstance(output, BaseException):
