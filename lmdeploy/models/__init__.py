@@ -47,6 +47,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     gemma3.FAMILY,
     smollm3.FAMILY,
     granite.FAMILY,
+    granite.HYBRID_FAMILY,
     granite_moe.FAMILY,
     granite_moe.SHARED_FAMILY,
     phi3.FAMILY,

@@ -159,6 +159,7 @@ def test_a_planted_mistake_in_a_tensor_is_detected(mistake: str, tmp_path: Path)
         ("cohere", {"use_qk_norm": True}),
         ("gemma3", {"use_bidirectional_attention": True}),
         ("ernie4-5-moe", {"use_bias": True}),
+        ("granite-hybrid-rope", {"num_local_experts": 6}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -180,6 +181,8 @@ def test_a_config_key_that_is_not_built_is_refused(
         ("llama4", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size is '0'"),
         ("llama4", {"floor_scale": 0}, "floor_scale is '0'"),
+        ("granite-hybrid-rope", {"layer_types": ["full_attention", "mamba"]}, "2 times attention"),
+        ("granite-hybrid-rope", {"position_embedding_type": "alibi"}, "is 'alibi'. It must be"),
         ("glm4-moe-groups", {"n_group": 3}, "8 experts have 3 groups"),
         ("glm4-moe-groups", {"topk_group": 1}, "3 experts of a token come from 1 of 4 groups"),
     ],

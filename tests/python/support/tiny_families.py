@@ -67,6 +67,21 @@ FAMILY_MODELS = (
         {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0},
     ),
     TinyModel("granite", "Granite", {**_GRANITE, "attention_bias": True}),
+    *(
+        TinyModel(
+            f"granite-hybrid-{kind}",
+            "GraniteMoeHybrid",
+            {
+                **_GRANITE,
+                "layer_types": ["full_attention"] * 2,
+                "num_local_experts": 0,
+                "position_embedding_type": kind,
+                "shared_intermediate_size": 96,
+                "mamba_n_heads": 2,
+            },
+        )
+        for kind in ("rope", "nope")
+    ),
     TinyModel("granite-moe", "GraniteMoe", {**_GRANITE, **_EXPERTS}),
     TinyModel(
         "granite-moe-shared",
