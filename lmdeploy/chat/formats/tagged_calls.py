@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import dataclass, replace
@@ -209,22 +210,37 @@ class TaggedCalls(ToolCallParser):
 
 
 _MAX_NAME_CHARS = 256
+_MAX_LITERAL_CHARS = 1 << 14
 _TEXT_WITHOUT_TAGS = re.compile(r"[^<\n]*")
 
 
 def json_of(text: str, types: set[str]) -> str:
     """Return the JSON of an argument that the model wrote as text.
 
-    Text that is not JSON of one of the types becomes a string.
+    Some templates write objects and arrays as Python does. Text that is not JSON of one of the
+    types becomes a string.
     """
     candidate = PYTHON_NAMES.get(text, text)
     try:
         value = json.loads(candidate)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        candidate = _json_of_python(text)
+        if not candidate:
+            return json.dumps(text, ensure_ascii=False)
+        value = json.loads(candidate)
     if "string" in types and type_of(value) not in types:
         return json.dumps(text, ensure_ascii=False)
     return candidate
+
+
+def _json_of_python(text: str) -> str:
+    """Return the JSON of a Python literal of an object or array, or "" for other text."""
+    if not text.startswith(("{", "[")) or len(text) > _MAX_LITERAL_CHARS:
+        return ""
+    try:
+        return json.dumps(ast.literal_eval(text), allow_nan=False)
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        return ""
 
 
 def string_rule(schema: Schema, grammar: AnswerGrammar, *, close: str) -> str:

@@ -156,6 +156,33 @@ ANSWERS: dict[str, list[tuple[str, str, list[tuple[str, str]], int]]] = {
             0,
         ),
     ],
+    "seed_oss": [
+        (
+            "A\n<seed:tool_call>\n<function=f>\n<parameter=where>{'a': [None, True]}</parameter>\n"
+            "<parameter=tags>[1e999]</parameter>\n</function>\n</seed:tool_call>",
+            "A",
+            [("f", '{"where": {"a": [null, true]}, "tags": "[1e999]"}')],
+            0,
+        ),
+        (
+            "<seed:tool_call><function=f><parameter=where>{'a': f()}</parameter></function>"
+            "</seed:tool_call>",
+            "",
+            [("f", '{"where": "{\'a\': f()}"}')],
+            0,
+        ),
+    ],
+    "minimax_m2": [
+        (
+            'A\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">5</parameter>\n'
+            '<parameter name="where">{"a": 1}</parameter>\n</invoke>\n'
+            '<invoke name="get_weather">\n</invoke>\n</minimax:tool_call>',
+            "A",
+            [("f", '{"city": "5", "where": {"a": 1}}'), ("get_weather", "{}")],
+            0,
+        ),
+        ('<minimax:tool_call>\n<invoke name="f"', '<minimax:tool_call>\n<invoke name="f"', [], 1),
+    ],
     "mistral": [
         (
             'A[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, '
