@@ -244,6 +244,32 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+class _SpeculativeConfig(argparse.Action):
+    """Sets the flags of speculative decoding from vLLM's JSON."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Set both flags. The length of a draft may be missing."""
+        method = values.get("method")
+        if method not in SPECULATIVE_ALGORITHMS:
+            raise argparse.ArgumentError(
+                self, f"its method is {method!r}. It must be {' or '.join(SPECULATIVE_ALGORITHMS)}."
+            )
+        # vLLM searches for the last 2 to 5 tokens by default. Here the longest match wins.
+        ignored = {"method", "prompt_lookup_max", "prompt_lookup_min"}
+        unknown = sorted(values.keys() - ignored - {"num_speculative_tokens"})
+        if unknown:
+            raise argparse.ArgumentError(self, f"it has no field {unknown[0]!r}.")
+        namespace.speculative_algorithm = method
+        if "num_speculative_tokens" in values:
+            namespace.speculative_num_draft_tokens = values["num_speculative_tokens"]
+
+
 def _add_execution_flags(group: argparse._ActionsContainer) -> None:
     """Add the flags of prefix caching, metrics and exactness."""
     caching = group.add_mutually_exclusive_group()
@@ -272,6 +298,14 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
         default=TurbomindEngineConfig.speculative_num_draft_tokens,
         metavar="N",
         help=f"maximum length of a draft, 1 to {MAX_DRAFT_TOKENS} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--speculative-config",
+        action=_SpeculativeConfig,
+        type=_json_object,
+        default=argparse.SUPPRESS,
+        metavar="JSON",
+        help='both as vLLM writes them, such as {"method": "ngram", "num_speculative_tokens": 8}',
     )
     for flag, text in (
         ("--disable-metrics", "disable the endpoint /metrics"),

@@ -104,6 +104,33 @@ def test_api_server_help_shows_defaults(capsys):
     assert text.count("CORS: ") == 4 and "also shows tracebacks" in text
 
 
+def test_speculative_config_of_vllm_sets_both_flags():
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    config = engine_config(parse("--speculative-config", text))
+    assert (config.speculative_algorithm, config.speculative_num_draft_tokens) == ("ngram", 5)
+    config = engine_config(parse("--speculative-config", '{"method": "ngram"}'))
+    assert (config.speculative_algorithm, config.speculative_num_draft_tokens) == ("ngram", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"method": "eagle3"}',
+            "--speculative-config: its method is 'eagle3'. It must be none or",
+        ),
+        ('{"method": ["ngram"]}', "its method is ['ngram']"),
+        ('{"num_speculative_tokens": 3}', "its method is None"),
+        ('{"method": "ngram", "model": "m"}', "it has no field 'model'."),
+        ('{"method": "ngram", "num_speculative_tokens": "many"}', "speculative_num_draft_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "--speculative-num-draft-tokens"),
+        ("[1]", "JSON"),
+    ],
+)
+def test_wrong_speculative_config_is_refused(capsys, text, message):
+    assert message in refused(capsys, "--speculative-config", text)
+
+
 def test_engine_config_takes_values_of_flags():
     config = engine_config(
         parse(
