@@ -11,7 +11,8 @@ from lmdeploy.checkpoint.files.tensor_file import SUPPORTED_FORMATS, StoredTenso
 
 logger = logging.getLogger("lmdeploy")
 
-# Architectures with pictures, and the model_type of their text part → its architecture.
+# Architectures with pictures, and the model_type of their text part → its architecture. The first
+# is the one of a text part without a model_type, as in transformers.
 TEXT_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
@@ -53,10 +54,10 @@ def text_config(values: Mapping[str, Any], architecture: str, *, source: str) ->
     known = TEXT_ARCHITECTURES[architecture]
     inner = values.get("text_config")
     model_type = inner.get("model_type") if isinstance(inner, dict) else None
+    if model_type is None and (isinstance(inner, dict) or len(known) == 1):
+        model_type = next(iter(known))  # published folders may omit it
     if not isinstance(inner, dict):
         inner = {key: value for key, value in values.items() if key != "vision_config"}
-    if model_type is None and len(known) == 1:  # published folders may omit it
-        (model_type,) = known
     model_type = str(model_type)
     if model_type not in known:
         raise ModelFormatError(

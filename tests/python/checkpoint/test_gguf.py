@@ -305,7 +305,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (number_at(24, "<Q", 1 << 62), "bytes, but the file has"),
     (replaced(b"llama.block_count", b"llama.block_cound"), "block_count is missing"),
     (replaced(b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0llama",
-              b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0mamba"), "'mamba'.*llama, qwen2"),
+              b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0mamba"), "'mamba'.*llama4, qwen2"),
     (tensor_record(b"blk.0.ffn_up.weight", 0, "<I", 9), "9 dimensions"),
     (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 0), "Sizes must be above 0"),
     (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 1 << 63), "exceeds the file"),
