@@ -49,18 +49,24 @@ TOOL_CALL_PARSERS: tuple[Parser, ...] = (
         arguments_key="parameters",
         template_marks=("<|action_start|>",),
     ),
-    TaggedCalls(
-        ("qwen3coder", "qwen3_coder", "interns2-preview"),
-        begin="<tool_call>",
-        open="<function=",
-        named=">",
-        key="<parameter=",
-        key_end=">",
-        close="</parameter>",
-        shut="</function>",
-        end="</tool_call>",
-        value_line="\n",
-        template_marks=("<tool_call>", "<function="),
+    *(
+        TaggedCalls(
+            names,
+            begin=f"<{prefix}tool_call>",
+            open="<function=",
+            named=">",
+            key="<parameter=",
+            key_end=">",
+            close="</parameter>",
+            shut="</function>",
+            end=f"</{prefix}tool_call>",
+            value_line=value_line,
+            template_marks=(f"<{prefix}tool_call>", "<function="),
+        )
+        for names, prefix, value_line in (
+            (("qwen3coder", "qwen3_coder", "interns2-preview"), "", "\n"),
+            (("seed_oss",), "seed:", ""),
+        )
     ),
     *(
         TaggedCalls(
@@ -95,18 +101,6 @@ TOOL_CALL_PARSERS: tuple[Parser, ...] = (
             template_marks=("｜DSML｜", block),
         )
         for name, block in (("deepseek-v32", "function_calls"), ("deepseek-v4", "tool_calls"))
-    ),
-    TaggedCalls(
-        ("seed_oss",),
-        begin="<seed:tool_call>",
-        open="<function=",
-        named=">",
-        key="<parameter=",
-        key_end=">",
-        close="</parameter>",
-        shut="</function>",
-        end="</seed:tool_call>",
-        template_marks=("<seed:tool_call>", "<function="),
     ),
     TaggedCalls(
         ("minimax_m2",),

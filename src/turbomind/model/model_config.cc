@@ -106,7 +106,7 @@ void ValidateFactors(const ModelConfig& model) {
   RequireSize("query_scaling.length", model.query_scaling.length, kMaxPosition);
   Require(model.query_scaling.offset >= 0 && model.query_scaling.offset <= kMaxPosition,
           "query_scaling.offset is " + std::to_string(model.query_scaling.offset) +
-              ". It must be 0 to " + std::to_string(kMaxPosition));
+              ". It must be 0 to " + std::to_string(kMaxPosition) + ".");
 }
 
 void ValidateStructure(const ModelConfig& model) {
@@ -171,7 +171,7 @@ void ModelConfig::Validate() const {
             "windows contains " + std::to_string(window) +
                 ". Each entry must be a number of tokens, 0 for full attention, or the negative "
                 "number of tokens of a chunk, at least -" +
-                std::to_string(kMaxPosition));
+                std::to_string(kMaxPosition) + ".");
   }
   ValidateMoe(moe, num_layers);
   if (HasDenseLayer()) {
