@@ -63,9 +63,9 @@ void HideGroups(const RouteExpertsParams& params, float* keys) {
     last = NextExpert(scores, params.num_groups, last);
     selected[last] = true;
   }
-  for (int expert = 0; expert < params.num_experts; ++expert) {
-    if (!selected[expert / size]) {
-      keys[expert] = -std::numeric_limits<float>::infinity();
+  for (int group = 0; group < params.num_groups; ++group) {
+    if (!selected[group]) {
+      std::fill_n(keys + group * size, size, -std::numeric_limits<float>::infinity());
     }
   }
 }
