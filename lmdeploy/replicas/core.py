@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lmdeploy.replicas.transport import REQUEST_ID, Output, Progress, request_fields
+from lmdeploy.replicas.links import Links, Stream
+from lmdeploy.replicas.transport import (
+    CORE,
+    MAILBOX,
+    REPLICA,
+    REQUEST_ID,
+    TICKET,
+    First,
+    Letter,
+    Output,
+    Progress,
+    request_fields,
+)
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -34,16 +47,6 @@ class Patience:
 
     silent_seconds: float = 2.5
     lost_seconds: float = 120.0
-
-
-class OutputGroups(Protocol):
-    """The outputs of a request on one replica."""
-
-    def __aiter__(self) -> AsyncIterator[list[Output]]: ...
-
-    def cancel(self) -> None:
-        """Cancel the request on the replica."""
-        ...
 
 
 @dataclass
@@ -86,14 +89,28 @@ class ReplicatedCore:
 
     def __init__(
         self,
-        generate: Callable[[dict[str, Any]], OutputGroups],
+        generate: Callable[[dict[str, Any]], Stream[First | None]],
         *,
+        read: Callable[[dict[str, Any]], Stream[list[Letter]]],
         plan: dict[str, Any],
         patience: Patience | None = None,
     ) -> None:
+        """Start the thread that receives the outputs.
+
+        Args:
+            generate: calls `EngineReplica.generate` of any replica.
+            read: calls `EngineReplica.read` of the replica that the fields name.
+            plan: the fields of the memory plan of one replica.
+            patience: how long a request waits for a replica.
+        """
         self._generate = generate
+        self._name = secrets.token_hex(8)
         self._plan = SimpleNamespace(**plan)
         self._patience = patience or Patience()
+        self._links = Links(
+            lambda first: read({MAILBOX: first.mailbox, REPLICA: first.replica}),
+            silent_seconds=self._patience.silent_seconds,
+        )
         self._outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # only the loop's thread uses it
         self._prompt_tokens = 0
@@ -150,6 +167,7 @@ class ReplicatedCore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._links.close()
 
     def _start(self, request_id: int, fields: dict[str, Any]) -> None:
         self._prompt_tokens += len(fields["prompt"])
@@ -178,24 +196,22 @@ class ReplicatedCore:
         """Pass on all outputs except the last, which is returned."""
         deadline = time.monotonic() + self._patience.lost_seconds
         while True:
-            groups = self._generate({**progress.rest(), REQUEST_ID: request_id})
+            ticket = self._links.new_ticket()
+            call = self._generate(
+                {**progress.rest(), REQUEST_ID: request_id, CORE: self._name, TICKET: ticket}
+            )
+            outputs = self._links.outputs(ticket, call)
             try:
-                steps = aiter(groups)
-                while True:
-                    group = await asyncio.wait_for(anext(steps), self._patience.silent_seconds)
-                    if group:
-                        deadline = time.monotonic() + self._patience.lost_seconds
-                    for output in group:
-                        if output.finish_reason in ("cancelled", "error") and not (
-                            output.is_request_fault
-                        ):
-                            raise RuntimeError(output.error or "the replica stopped")
-                        output.request_id = request_id
-                        output = progress.take(output)
-                        self._generated_tokens += len(output.tokens)
-                        if output.finish_reason != "none":
-                            return output
-                        self._outputs.put(output)
+                async for output in outputs:
+                    deadline = time.monotonic() + self._patience.lost_seconds
+                    if _is_lost(output):
+                        raise RuntimeError(output.error or "the replica stopped")
+                    output.request_id = request_id
+                    output = progress.take(output)
+                    self._generated_tokens += len(output.tokens)
+                    if output.finish_reason != "none":
+                        return output
+                    self._outputs.put(output)
             except ValueError:
                 raise
             except Exception as error:  # Ray raises many kinds for a replica that died
@@ -206,8 +222,14 @@ class ReplicatedCore:
                 )
                 self.num_resumed += 1
             finally:
-                groups.cancel()
+                await outputs.aclose()
+                call.cancel()
             await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def _is_lost(output: Output) -> bool:
+    """Return whether the replica, and not the request, has caused the end."""
+    return output.finish_reason in ("cancelled", "error") and not output.is_request_fault
 
 
 def _first_line(error: BaseException) -> str:

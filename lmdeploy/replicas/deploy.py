@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -104,9 +105,14 @@ class Replicas:
 
     def make_core(self) -> ReplicatedCore:
         """Return a core that sends its requests to the replicas."""
-        remote = self._handle.options(method_name="generate", stream=True).remote
+
+        def caller(method: str) -> Callable[[dict[str, Any]], Any]:
+            remote = self._handle.options(method_name=method, stream=True).remote
+            return lambda fields: remote({**fields, CALLER: self._job})
+
         return ReplicatedCore(
-            lambda fields: remote({**fields, CALLER: self._job}),
+            caller("generate"),
+            read=caller("read"),
             plan=self._plan,
             patience=self._options.patience,
         )

@@ -14,7 +14,7 @@ from ray.serve.request_router import (
 )
 
 from lmdeploy.replicas.prefix_table import PrefixTable, prefix_keys
-from lmdeploy.replicas.transport import REQUEST_ID
+from lmdeploy.replicas.transport import REPLICA, REQUEST_ID
 
 _MAX_TRIED = 1 << 14  # requests whose replicas are remembered
 _AVOID_SECONDS = 5.0  # Ray needs about 10 s to replace a replica that hangs
@@ -45,6 +45,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         fields = _fields_of(pending_request)
         if fields is None:
             return [found]
+        if REPLICA in fields:  # others than this one refuse the call
+            owner = [r for r in found if r.replica_id.unique_id == fields[REPLICA]]
+            return [owner or found]
         now = time.monotonic()
         tried = self._tried.get(fields[REQUEST_ID], [])
         if tried:
@@ -87,7 +90,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _fields_of(request: PendingRequest | None) -> dict[str, Any] | None:
-    """Return the fields of a call of `EngineReplica.generate`, or None for other calls."""
+    """Return the fields of `EngineReplica.generate` or `read`, or None for other calls."""
     if request is None or not request.args or not isinstance(request.args[0], dict):
         return None
     return request.args[0]

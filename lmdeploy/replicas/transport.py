@@ -42,6 +42,10 @@ REQUEST_FIELDS = (
 )
 REQUEST_ID = "request_id"  # in the core that sends it, for the router
 CALLER = "caller"  # the Ray job of the process that receives the outputs
+CORE = "core"  # the name of the core that sends it
+TICKET = "ticket"  # a number that the core uses once; it marks the outputs in the mailbox
+MAILBOX = "mailbox"  # of a call that reads a mailbox: its name
+REPLICA = "replica"  # of a call that reads a mailbox: the id of the replica that has it
 GRAMMAR = "grammar"  # instead of token_mask: the text from which an engine compiles it
 
 
@@ -68,6 +72,18 @@ class Output:
     cached_tokens: int = 0
     error: str = ""
     is_request_fault: bool = False
+
+
+Letter = tuple[int, Output]  # a ticket and an output of its request
+
+
+@dataclass(frozen=True)
+class First:
+    """The first output of a request, and the mailbox that receives the others."""
+
+    output: Output
+    replica: str
+    mailbox: str
 
 
 def request_fields(request: _turbomind.Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lmdeploy.engine.load import Core, TextOptions, load_engine_with
 from lmdeploy.replicas.callers import Callers
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
-from lmdeploy.replicas.transport import CALLER, request_fields
+from lmdeploy.replicas.transport import CALLER, CORE, MAILBOX, TICKET, request_fields
 from lmdeploy.response import join_pieces
 
 PROMPT = list(range(3, 40))
@@ -52,61 +52,86 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def replica(folder):
-    replica = EngineReplica(folder, CONFIG, log_level="WARNING")
+    replica = EngineReplica(folder, CONFIG, log_level="WARNING", find_id=lambda: "a")
     yield replica
     replica._engine.close()
 
 
-class Groups:
-    """The outputs of a request on a replica that breaks after `limit` tokens."""
+class Call:
+    """A call of a replica. Cancelling it closes the generator on the replica."""
 
-    def __init__(self, replica, fields, *, limit, failure):
-        self._steps = replica.generate(fields)
+    def __init__(self, items, *, limit=None, failure=None):
+        self._items = items
         self._limit = limit
         self._failure = failure
         self.is_cancelled = False
 
     async def __aiter__(self):
-        num_tokens = 0
-        async for group in self._steps:
-            kept = []
-            for output in group:
-                if self._limit is None or num_tokens < self._limit:
-                    kept.append(output)
-                num_tokens += len(output.tokens)
-            yield kept
-            if self._limit is not None and num_tokens >= self._limit:
-                await self._steps.aclose()
-                if self._failure is None:
-                    await asyncio.sleep(60)
-                raise self._failure
+        try:
+            async for item in self._items:
+                yield item
+                if self._limit is not None and self._limit.is_reached(item):
+                    if self._failure is None:
+                        await asyncio.sleep(60)
+                    raise self._failure
+        finally:
+            await self._items.aclose()
 
     def cancel(self):
         self.is_cancelled = True
 
 
+class Limit:
+    """Counts the tokens of a request up to the last one that its replica sends."""
+
+    def __init__(self, num_tokens):
+        self._num_left = num_tokens
+
+    def is_reached(self, item):
+        letters = item if isinstance(item, list) else [(0, item.output)] if item else []
+        self._num_left -= sum(len(output.tokens) for _, output in letters)
+        return self._num_left <= 0
+
+
 class Fleet:
-    """Replicas that break after the given numbers of tokens. The last one is sound."""
+    """Replicas that break after the given numbers of tokens. The last one is sound.
+
+    With 0 tokens, a replica breaks at its first sign of life.
+    """
 
     def __init__(self, replica, limits, *, failure=DEAD):
         self._replica = replica
         self._limits = list(limits)
+        self._limit = None
         self._failure = failure
         self.requests = []  # the fields that each replica received
-        self.groups = []
+        self.calls = []
 
     def generate(self, fields):
-        limit = self._limits.pop(0) if self._limits else None
+        self._limit = Limit(self._limits.pop(0)) if self._limits else None
         self.requests.append(fields)
-        self.groups.append(Groups(self._replica, fields, limit=limit, failure=self._failure))
-        return self.groups[-1]
+        items = self._replica.generate(fields)
+        return self._call(_broken() if self._limit and self._limit.is_reached(None) else items)
+
+    def read(self, fields):
+        return self._call(self._replica.read(fields))
+
+    def _call(self, items):
+        self.calls.append(Call(items, limit=self._limit, failure=self._failure))
+        return self.calls[-1]
+
+    def core(self, **options):
+        plan = self._replica.describe()["plan"]
+        return ReplicatedCore(self.generate, read=self.read, plan=plan, **options)
+
+
+async def _broken():
+    yield None
 
 
 def ask(folder, fleet, options, *, patience=None):
     """Return the response of an engine whose core is the fleet."""
-    core = ReplicatedCore(
-        fleet.generate, plan=fleet._replica.describe()["plan"], patience=patience or Patience()
-    )
+    core = fleet.core(patience=patience)
     engine = AsyncEngine(
         load_engine_with(
             folder,
@@ -151,7 +176,7 @@ def test_a_silent_replica_is_given_up(folder, replica):
     response = ask(folder, fleet, options, patience=Patience(silent_seconds=1))
     assert 1 < time.monotonic() - start < 15
     assert response.token_ids == whole.token_ids
-    assert fleet.groups[0].is_cancelled  # in case it was only slow
+    assert all(call.is_cancelled for call in fleet.calls[:2])  # in case it was only slow
 
 
 def test_a_request_that_no_replica_continues_fails(folder, replica):
@@ -171,7 +196,7 @@ def test_logits_of_all_positions_are_not_sent_twice(folder, replica):
 
 def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
     fleet = Fleet(replica, [4], failure=None)
-    core = ReplicatedCore(fleet.generate, plan=replica.describe()["plan"])
+    core = fleet.core()
     request = replica._engine.loaded.new_request()
     request.id, request.prompt, request.max_new_tokens = 5, PROMPT, 100
     request.ignore_eos = True
@@ -183,14 +208,14 @@ def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
     outputs = []
     while not outputs or outputs[-1].finish_reason == "none":
         outputs += core.wait_outputs(1000)
-    assert outputs[-1].finish_reason == "cancelled" and fleet.groups[0].is_cancelled
+    assert outputs[-1].finish_reason == "cancelled" and fleet.calls[0].is_cancelled
     assert core.stats().num_running == 0
     core.close()
     core.close()
 
 
 def test_a_wrong_request_is_not_tried_again(replica):
-    core = ReplicatedCore(Fleet(replica, []).generate, plan=replica.describe()["plan"])
+    core = Fleet(replica, []).core()
     request = replica._engine.loaded.new_request()
     request.prompt, request.max_new_tokens = [], 4
     core.submit(request)
@@ -212,14 +237,23 @@ def test_requests_of_a_caller_that_has_ended_are_dropped(replica, monkeypatch, f
     request.prompt, request.max_new_tokens, request.ignore_eos = PROMPT, 200, True
 
     async def ends(caller):
-        fields = {**request_fields(request), CALLER: caller}
-        outputs = [output async for group in replica.generate(fields) for output in group]
-        return outputs[-1].finish_reason
+        """Return whether the calls of a core of this caller have sent the last output."""
+        fields = {**request_fields(request), CALLER: caller, CORE: caller, TICKET: 0}
+        finish_reasons = []
+        async for first in replica.generate(fields):
+            if first is not None:
+                letters = replica.read({CALLER: caller, MAILBOX: first.mailbox})
+                async for group in letters:
+                    finish_reasons += [output.finish_reason for _, output in group]
+                    if "length" in finish_reasons:
+                        break
+                await letters.aclose()
+        return "length" in finish_reasons
 
     async def both():
         return await asyncio.gather(ends("01"), ends("02"))
 
-    assert asyncio.run(both()) == ["length" if failure else "none", "length"]
+    assert asyncio.run(both()) == [bool(failure), True]
     deadline = time.monotonic() + 10
     while replica._engine.loaded.cpp_engine.stats().num_running:
         assert time.monotonic() < deadline

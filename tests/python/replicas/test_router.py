@@ -64,3 +64,15 @@ def test_a_replica_that_a_request_has_left_is_avoided_for_a_while(monkeypatch):
     assert {choose(router, [i] * 128, request_id=i) for i in range(2, 9)} == {other}
     monkeypatch.setattr("lmdeploy.replicas.router._AVOID_SECONDS", 0)
     assert choose(router, [9] * 128, request_id=9) == hung
+
+
+def test_a_mailbox_is_read_on_its_replica():
+    ids = [SimpleNamespace(unique_id=name) for name in "abc"]
+    replicas = [SimpleNamespace(replica_id=name) for name in ids]
+
+    def owners(name):
+        pending = SimpleNamespace(args=[{"mailbox": "m", "replica": name}])
+        return asyncio.run(Router().choose_replicas(replicas, pending))
+
+    assert owners("b") == [[replicas[1]]]
+    assert owners("gone") == [replicas]  # each of them refuses the call
