@@ -1,9 +1,9 @@
 """Publish the changes of the prefix cache in the wire format of vLLM's KV events.
 
 Each message of the PUB socket has three parts: the topic, the sequence number of the batch (8
-bytes, big-endian) and a msgpack array [time in seconds, events, data-parallel rank]. The ROUTER
-socket answers the number of a batch with this batch and all later ones, and ends with number -1.
-The format is that of `vllm/distributed/kv_events.py`.
+bytes, big-endian) and a msgpack array [time in seconds, events, data-parallel rank], in which each
+event is a map. The ROUTER socket answers the number of a batch with this batch and all later ones,
+and ends with number -1. The format is that of `vllm/distributed/kv_events.py` in vLLM 0.33.0.
 """
 
 from __future__ import annotations
@@ -29,20 +29,29 @@ _LAST = (-1).to_bytes(8, "big", signed=True)
 _NO_SALT = bytes(16)
 
 
-def encode_event(event: _turbomind.PrefixEvent, *, block_tokens: int) -> list[Any]:
-    """Return an event as the array that stands for it in a batch.
+def encode_event(event: _turbomind.PrefixEvent, *, block_tokens: int) -> dict[str, Any]:
+    """Return an event as the map that stands for it in a batch.
 
-    `extra_keys` has one entry per block: the salt of the cache in hexadecimal digits, or None.
+    `extra_keys` has one entry per block: the salt of the cache in hexadecimal digits. Without a
+    salt it is absent.
     """
     if event.kind == "cleared":
-        return ["AllBlocksCleared"]
+        return {"type": "AllBlocksCleared"}
     if event.kind == "removed":
-        return ["BlockRemoved", event.blocks, MEDIUM]
-    blocks, tokens = event.blocks, event.tokens
-    fields: list[Any] = [blocks, event.parent, tokens, block_tokens, None, MEDIUM, None]
+        return {"type": "BlockRemoved", "block_hashes": event.blocks, "medium": MEDIUM}
+    fields: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": event.blocks,
+        "parent_block_hash": event.parent,
+        "token_ids": event.tokens,
+        "block_size": block_tokens,
+        "lora_id": None,
+        "medium": MEDIUM,
+        "lora_name": None,
+    }
     if event.salt != _NO_SALT:
-        fields.append([[event.salt.hex()]] * len(blocks))
-    return ["BlockStored", *fields]
+        fields["extra_keys"] = [[event.salt.hex()]] * len(event.blocks)
+    return fields
 
 
 class KvEventPublisher:

@@ -58,19 +58,28 @@ def ask(pipe, prompt, *, salt=None):
     assert asyncio.run(run())[-1].finish_reason == "length"
 
 
-def test_events_are_encoded_in_the_order_of_vllms_fields():
+def test_events_are_encoded_with_the_names_of_vllms_fields():
     stored = SimpleNamespace(kind="stored", blocks=[7, 2**64 - 1], parent=3, tokens=[1, 2, 3, 4])
     stored.salt = NO_SALT
-    # block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name
-    want = ["BlockStored", [7, 2**64 - 1], 3, [1, 2, 3, 4], 2, None, "GPU", None]
+    want = {
+        "type": "BlockStored",
+        "block_hashes": [7, 2**64 - 1],
+        "parent_block_hash": 3,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
     assert encode_event(stored, block_tokens=2) == want
     stored.salt = bytes(range(16))
     salt = bytes(range(16)).hex()
-    assert encode_event(stored, block_tokens=2) == [*want, [[salt], [salt]]]  # extra_keys
+    assert encode_event(stored, block_tokens=2) == {**want, "extra_keys": [[salt], [salt]]}
     removed = SimpleNamespace(kind="removed", blocks=[7])
-    assert encode_event(removed, block_tokens=2) == ["BlockRemoved", [7], "GPU"]
+    want = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
+    assert encode_event(removed, block_tokens=2) == want
     cleared = SimpleNamespace(kind="cleared")
-    assert encode_event(cleared, block_tokens=2) == ["AllBlocksCleared"]
+    assert encode_event(cleared, block_tokens=2) == {"type": "AllBlocksCleared"}
 
 
 def test_an_engine_publishes_the_life_of_its_cache(folder, tmp_path):
@@ -87,25 +96,28 @@ def test_an_engine_publishes_the_life_of_its_cache(folder, tmp_path):
         prompt = list(range(3 * BLOCK))
         ask(pipe, prompt)
         (first,), numbers = collect(socket, 1)
-        assert first[0] == "BlockStored" and first[2] is None and first[4] == BLOCK
-        assert first[3] == prompt and len(first[1]) == 3
+        assert first["type"] == "BlockStored" and first["parent_block_hash"] is None
+        assert first["block_size"] == BLOCK and first["token_ids"] == prompt
+        assert len(first["block_hashes"]) == 3
         ask(pipe, [*prompt[: 2 * BLOCK], *[5] * BLOCK])
         (second,), more = collect(socket, 1)
-        assert second[2] == first[1][1] and second[3] == [5] * BLOCK  # the common part is known
+        assert second["parent_block_hash"] == first["block_hashes"][1]  # the common part is known
+        assert second["token_ids"] == [5] * BLOCK
         assert more == [numbers[-1] + 1]
         ask(pipe, [9] * 4 * BLOCK, salt="tenant")
         events = []
-        while "BlockStored" not in {event[0] for event in events}:
+        while "BlockStored" not in {event["type"] for event in events}:
             events += collect(socket, 1)[0]
-        assert "BlockRemoved" in {event[0] for event in events}
-        known = {*first[1], *second[1]}
+        assert "BlockRemoved" in {event["type"] for event in events}
+        known = {*first["block_hashes"], *second["block_hashes"]}
         for event in events:
-            if event[0] == "BlockRemoved":
-                assert set(event[1]) <= known
+            if event["type"] == "BlockRemoved":
+                assert set(event["block_hashes"]) <= known
             else:
-                assert len(event[8]) == len(event[1]) and event[8][0] != ["tenant"]
+                assert len(event["extra_keys"]) == len(event["block_hashes"])
+                assert event["extra_keys"][0] != ["tenant"]
         pipe.engine.loaded.cpp_engine.clear_prefix_cache()
-        while events[-1] != ["AllBlocksCleared"]:
+        while events[-1] != {"type": "AllBlocksCleared"}:
             events, _ = collect(socket, 1)
     socket.close()
 
@@ -124,7 +136,9 @@ def test_the_replay_socket_repeats_batches_from_a_number(tmp_path):
     received = [dealer.recv_multipart() for _ in range(3)]
     numbers = [int.from_bytes(part[1], "big", signed=True) for part in received]
     assert numbers == [3, 4, -1] and received[-1][2] == b""
-    assert msgpack.unpackb(received[0][2])[1] == [["BlockRemoved", [3], "GPU"]]
+    assert msgpack.unpackb(received[0][2])[1] == [
+        encode_event(SimpleNamespace(kind="removed", blocks=[3]), block_tokens=2)
+    ]
     dealer.send_multipart([b"", bytes(8)])
     oldest = int.from_bytes(dealer.recv_multipart()[1], "big")
     assert oldest == 2  # three batches are kept
