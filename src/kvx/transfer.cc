@@ -94,10 +94,20 @@ class Side {
       const float scale = IsFp8(view_.dtype) ? scales.At(block, head) : 1.f;
       for (int64_t first = 0; first < row_; first += kPiece) {
         const int64_t n = std::min(kPiece, row_ - first);
-        float values[kPiece];
+        float buffer[kPiece];
+        const float* values = buffer;
+        if (io_dtype_ == KVX_DTYPE_F32) {
+          values = reinterpret_cast<const float*>(from) + first;
+        } else {
+          LoadRow(from + first * io_element_, io_dtype_, n, buffer);
+        }
+        const turbomind::RowFormat format = PlainFormat(view_.dtype, n, scale);
+        if (view_.is_dense()) {
+          StoreRow(values, format, to + first * element_);
+          continue;
+        }
         std::byte codes[kPiece * sizeof(float)];
-        LoadRow(from + first * io_element_, io_dtype_, n, values);
-        StoreRow(values, PlainFormat(view_.dtype, n, scale), codes);
+        StoreRow(values, format, codes);
         Scatter(codes, to, first, n);
       }
     }

@@ -61,7 +61,7 @@ std::vector<std::vector<py::bytes>> ExportPrefix(PyEngine& self, const std::vect
   std::vector<std::vector<py::bytes>> blocks;
   for (const BlockCopies& block : copies) {
     std::vector<py::bytes>& pools = blocks.emplace_back();
-    for (const std::vector<std::byte>& bytes : block) {
+    for (const BlockCopy& bytes : block) {
       pools.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     }
   }
@@ -70,13 +70,12 @@ std::vector<std::vector<py::bytes>> ExportPrefix(PyEngine& self, const std::vect
 
 int64_t ImportPrefix(PyEngine& self, const std::vector<int32_t>& tokens, int64_t first,
                      const std::vector<std::vector<py::bytes>>& blocks, const py::bytes& salt) {
-  std::vector<BlockCopies> copies;
+  std::vector<BlockViews> copies;
   for (const std::vector<py::bytes>& pools : blocks) {
-    BlockCopies& block = copies.emplace_back();
+    BlockViews& block = copies.emplace_back();
     for (const py::bytes& bytes : pools) {
       const auto view = static_cast<std::string_view>(bytes);
-      const auto* data = reinterpret_cast<const std::byte*>(view.data());
-      block.emplace_back(data, data + view.size());
+      block.emplace_back(reinterpret_cast<const std::byte*>(view.data()), view.size());
     }
   }
   const CacheSalt cache_salt = ToCacheSalt(salt);

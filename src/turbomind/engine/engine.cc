@@ -580,7 +580,7 @@ std::vector<BlockCopies> Engine::ExportPrefix(std::span<const int32_t> tokens, i
 }
 
 int64_t Engine::ImportPrefix(std::span<const int32_t> tokens, int64_t first,
-                             std::span<const BlockCopies> copies, const CacheSalt& salt) {
+                             std::span<const BlockViews> copies, const CacheSalt& salt) {
   return ImportInPieces({tokens, first, salt}, copies, impl_->Pieces());
 }
 

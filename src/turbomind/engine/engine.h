@@ -60,7 +60,7 @@ class Engine {
   // Enters copies into the prefix cache in the same way. SequenceManager::ImportBlocks documents
   // the result and the errors.
   int64_t ImportPrefix(std::span<const int32_t> tokens, int64_t first,
-                       std::span<const BlockCopies> copies, const CacheSalt& salt);
+                       std::span<const BlockViews> copies, const CacheSalt& salt);
   // Returns the statistics of everything stored so far. Throws InvalidArgument unless
   // collect_kv_statistics is set.
   KvStatistics kv_statistics();

@@ -30,7 +30,7 @@ std::vector<BlockCopies> ExportInPieces(const PrefixRange& range, const PrefixPi
   return exported;
 }
 
-int64_t ImportInPieces(const PrefixRange& range, std::span<const BlockCopies> copies,
+int64_t ImportInPieces(const PrefixRange& range, std::span<const BlockViews> copies,
                        const PrefixPieces& pieces) {
   const auto num_blocks = static_cast<int64_t>(copies.size());
   int64_t num_entered = 0;

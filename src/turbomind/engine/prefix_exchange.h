@@ -34,7 +34,7 @@ int64_t BlocksPerPiece(const KvCache& cache);
 std::vector<BlockCopies> ExportInPieces(const PrefixRange& range, const PrefixPieces& pieces);
 
 // Enters copies of the blocks. SequenceManager::ImportBlocks documents the result and the errors.
-int64_t ImportInPieces(const PrefixRange& range, std::span<const BlockCopies> copies,
+int64_t ImportInPieces(const PrefixRange& range, std::span<const BlockViews> copies,
                        const PrefixPieces& pieces);
 
 }  // namespace turbomind

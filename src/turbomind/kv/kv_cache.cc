@@ -10,6 +10,27 @@
 #include "turbomind/kv/codec.h"
 
 namespace turbomind {
+namespace {
+
+// REQUIRES: the format of the side has scale bytes.
+template <KvCacheMode M>
+bool HasLegalScales(const KvLayerView& view, KvSide side) {
+  const int count = view.scale_bytes[static_cast<int>(side)];
+  for (int row = 0; row < view.kv_heads * view.block_seq_len; ++row) {
+    // Heads are contiguous, so all rows of a side have one stride.
+    const std::byte* scales =
+        view.Scales(side, 0, 0) + static_cast<int64_t>(row) * view.ScaleStride();
+    const bool is_legal = std::all_of(scales, scales + count, [](std::byte scale) {
+      return IsLegalScale<M>(static_cast<uint8_t>(scale));
+    });
+    if (!is_legal) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
 
 KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks)
     : device_(device),
@@ -147,8 +168,8 @@ std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
   return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
 }
 
-std::vector<std::byte> KvCache::ReadBlock(int pool, int64_t block) const {
-  std::vector<std::byte> bytes(static_cast<size_t>(bytes_per_block(pool)));
+BlockCopy KvCache::ReadBlock(int pool, int64_t block) const {
+  BlockCopy bytes(static_cast<size_t>(bytes_per_block(pool)));
   const auto data_bytes = static_cast<size_t>(PoolLayout(pool).block_bytes());
   device_.Copy(bytes.data(), GetBlockPtr(pool, block), data_bytes);
   if (bytes.size() > data_bytes) {
@@ -241,21 +262,13 @@ void KvCache::CheckScaleBytes(int pool, int64_t block) const {
       if (view.scale_bytes[s] == 0) {
         continue;
       }
-      for (int row = 0; row < view.kv_heads * view.block_seq_len; ++row) {
-        // Heads are contiguous, so all rows of a side have one stride.
-        const std::byte* scales =
-            view.Scales(side, 0, 0) + static_cast<int64_t>(row) * view.ScaleStride();
-        for (int i = 0; i < view.scale_bytes[s]; ++i) {
-          const auto byte = static_cast<uint8_t>(scales[i]);
-          const bool is_legal = DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
-            if constexpr (Codec<M>::kHasScales) {
-              return IsLegalScale<M>(byte);
-            }
-            return true;
-          });
-          Check(is_legal, "every stored scale byte must be one that the encoder can store");
+      const bool is_legal = DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
+        if constexpr (Codec<M>::kHasScales) {
+          return HasLegalScales<M>(view, side);
         }
-      }
+        return true;
+      });
+      Check(is_legal, "every stored scale byte must be one that the encoder can store");
     }
   }
 }

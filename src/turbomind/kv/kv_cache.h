@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "turbomind/core/device_memory.h"
+#include "turbomind/kv/block_copies.h"
 #include "turbomind/kv/layer_group.h"
 
 namespace turbomind {
@@ -50,7 +51,7 @@ class KvCache {
   std::byte* GetScaleBlockPtr(int pool, int64_t block) const;  // null without FP4
 
   // Returns the data of a block, then its scales: bytes_per_block(pool) bytes.
-  std::vector<std::byte> ReadBlock(int pool, int64_t block) const;
+  BlockCopy ReadBlock(int pool, int64_t block) const;
   // Writes what ReadBlock returned. REQUIRES: bytes.size() == bytes_per_block(pool).
   void WriteBlock(int pool, int64_t block, std::span<const std::byte> bytes);
 

@@ -100,7 +100,7 @@ class SequenceManager {
   // InvalidArgument for copies of other sizes (nothing is entered), and for a scale byte that no
   // encoder stores (the blocks before that one are entered). REQUIRES: `tokens` covers the blocks.
   int64_t ImportBlocks(std::span<const int32_t> tokens, int64_t first,
-                       std::span<const BlockCopies> copies, const CacheSalt& salt = {});
+                       std::span<const BlockViews> copies, const CacheSalt& salt = {});
 
   // Drops all cached blocks. Running sequences keep their blocks.
   void ClearPrefixCache();
@@ -169,7 +169,7 @@ class SequenceManager {
   bool FinishQuantization(Sequence& sequence, int group);
   void Enter(std::span<const int32_t> whole, const std::vector<std::vector<int32_t>>& tables,
              const CacheSalt& salt);
-  bool Place(const BlockCopies& copies, const std::vector<int>& known,
+  bool Place(const BlockViews& copies, const std::vector<int>& known,
              std::vector<PoolBlock>& placed);
   void EvictOldest(int pool);
   void DropFromTrie(const std::vector<PoolBlock>& blocks);

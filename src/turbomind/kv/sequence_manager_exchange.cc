@@ -14,7 +14,7 @@ namespace {
 using Path = std::vector<std::vector<int>>;  // by block, then by pool (BlockTrie::Find)
 
 // Throws InvalidArgument unless the copies have the sizes of the pools and one of them has bytes.
-void CheckSizes(const KvCache& cache, const BlockCopies& copies) {
+void CheckSizes(const KvCache& cache, const BlockViews& copies) {
   if (static_cast<int>(copies.size()) != cache.num_pools()) {
     throw InvalidArgument("A stored block has copies for " + std::to_string(copies.size()) +
                           " pools, but the KV cache has " + std::to_string(cache.num_pools()) +
@@ -59,12 +59,12 @@ std::vector<BlockCopies> SequenceManager::ExportBlocks(std::span<const int32_t> 
 }
 
 int64_t SequenceManager::ImportBlocks(std::span<const int32_t> tokens, int64_t first,
-                                      std::span<const BlockCopies> copies, const CacheSalt& salt) {
+                                      std::span<const BlockViews> copies, const CacheSalt& salt) {
   const auto length = static_cast<size_t>(cache_.block_seq_len());
   const auto begin = static_cast<size_t>(first);
   const size_t end = begin + copies.size();
   Check(first >= 0 && end * length <= tokens.size(), "every imported block must have its tokens");
-  std::ranges::for_each(copies, [this](const BlockCopies& c) { CheckSizes(cache_, c); });
+  std::ranges::for_each(copies, [this](const BlockViews& c) { CheckSizes(cache_, c); });
   Path path = trie_.Find(tokens.first(end * length), salt);
   if (!enable_prefix_caching_ || path.size() < begin) {
     return 0;
@@ -113,7 +113,7 @@ int64_t SequenceManager::ImportBlocks(std::span<const int32_t> tokens, int64_t f
 // Copies the parts of a block that the prefix cache lacks (`known` is -1 for their pools) to new
 // blocks, which it adds to `placed`. Returns false and takes nothing if they do not fit, or if the
 // block would have no copy that the trie can keep.
-bool SequenceManager::Place(const BlockCopies& copies, const std::vector<int>& known,
+bool SequenceManager::Place(const BlockViews& copies, const std::vector<int>& known,
                             std::vector<PoolBlock>& placed) {
   needed_.assign(managers_.size(), 0);
   bool has_any = false;

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "kv/test_pools.h"
@@ -30,6 +31,15 @@ void FillData(Pools& pools, uint32_t seed) {
   }
 }
 
+// REQUIRES: the copies live as long as the views.
+std::vector<BlockViews> ViewsOf(std::span<const BlockCopies> copies) {
+  std::vector<BlockViews> views;
+  for (const BlockCopies& block : copies) {
+    views.emplace_back(block.begin(), block.end());
+  }
+  return views;
+}
+
 int64_t HitOf(Pools& pools, const std::vector<int32_t>& tokens, const CacheSalt& salt = {}) {
   const int64_t cached = pools.manager.CachedTokens(tokens, salt);
   const int64_t hit = pools.manager.Create(99, tokens, true, salt);
@@ -53,9 +63,9 @@ TEST_CASE("an imported prefix is a hit as long as in the cache that it comes fro
       CHECK(copies.size() == 20);
       // In two parts, the second of which repeats a block.
       const std::span all(copies);
-      CHECK(to.manager.ImportBlocks(tokens, 0, all.first(5)) == 5);
+      CHECK(to.manager.ImportBlocks(tokens, 0, ViewsOf(all.first(5))) == 5);
       to.manager.CheckIntegrity();
-      CHECK(to.manager.ImportBlocks(tokens, 4, all.subspan(4)) == 16);
+      CHECK(to.manager.ImportBlocks(tokens, 4, ViewsOf(all.subspan(4))) == 16);
       to.manager.CheckIntegrity();
       CHECK(HitOf(to, tokens) == HitOf(from, tokens));
       CHECK(HitOf(to, tokens) > 0);
@@ -73,10 +83,10 @@ TEST_CASE("a prefix with another salt or beginning is neither exported nor hit")
   const CacheSalt salt = {1, 2};
   CHECK(pools.manager.ExportBlocks(tokens, 0, 9, salt).empty());
   const auto copies = pools.manager.ExportBlocks(tokens, 0, 9);
-  CHECK(pools.manager.ImportBlocks(tokens, 0, copies, salt) == 4);
+  CHECK(pools.manager.ImportBlocks(tokens, 0, ViewsOf(copies), salt) == 4);
   CHECK(HitOf(pools, tokens, salt) == 4 * kLength);
   const std::vector<int32_t> other = Tokens(4 * kLength + 1, 500);
-  CHECK(pools.manager.ImportBlocks(other, 1, std::span(copies).subspan(1)) == 0);
+  CHECK(pools.manager.ImportBlocks(other, 1, ViewsOf(std::span(copies).subspan(1))) == 0);
   CHECK(HitOf(pools, other) == 0);
 }
 
@@ -88,7 +98,7 @@ TEST_CASE("an import takes the place of older prefixes, but not of its own begin
   const auto copies = from.manager.ExportBlocks(tokens, 0, 9);
   const std::vector<int32_t> older = Tokens(4 * kLength + 1, 500);
   to.RunAndFree(1, older);
-  CHECK(to.manager.ImportBlocks(tokens, 0, copies) == 6);
+  CHECK(to.manager.ImportBlocks(tokens, 0, ViewsOf(copies)) == 6);
   to.manager.CheckIntegrity();
   CHECK(HitOf(to, tokens) == 6 * kLength);
   CHECK(HitOf(to, older) == 0);
@@ -102,7 +112,7 @@ TEST_CASE("running sequences keep their blocks during an import") {
   const std::vector<int32_t> running = Tokens(4 * kLength, 500);
   to.manager.Create(1, running);
   REQUIRE(to.Compute(1, running));
-  CHECK(to.manager.ImportBlocks(tokens, 0, from.manager.ExportBlocks(tokens, 0, 9)) == 2);
+  CHECK(to.manager.ImportBlocks(tokens, 0, ViewsOf(from.manager.ExportBlocks(tokens, 0, 9))) == 2);
   to.manager.CheckIntegrity();
   to.manager.FreeDataAndScaleBlocks(1);
   CHECK(HitOf(to, tokens) == 2 * kLength);
@@ -116,21 +126,21 @@ TEST_CASE("copies of another size and illegal scales are refused") {
   const auto copies = from.manager.ExportBlocks(tokens, 0, 9);
   auto wrong = copies;
   wrong[1][0].pop_back();
-  CHECK_THROWS_AS(to.manager.ImportBlocks(tokens, 0, wrong), InvalidArgument);
+  CHECK_THROWS_AS(to.manager.ImportBlocks(tokens, 0, ViewsOf(wrong)), InvalidArgument);
   wrong = copies;
   wrong[1].emplace_back();
-  CHECK_THROWS_AS(to.manager.ImportBlocks(tokens, 0, wrong), InvalidArgument);
+  CHECK_THROWS_AS(to.manager.ImportBlocks(tokens, 0, ViewsOf(wrong)), InvalidArgument);
   CHECK(HitOf(to, tokens) == 0);
   wrong = copies;
   wrong[2][0].back() = std::byte{0xff};  // a NaN in E4M3
-  CHECK_THROWS_WITH_AS(to.manager.ImportBlocks(tokens, 0, wrong),
+  CHECK_THROWS_WITH_AS(to.manager.ImportBlocks(tokens, 0, ViewsOf(wrong)),
                        doctest::Contains("A stored block is damaged"), InvalidArgument);
   to.manager.CheckIntegrity();
   CHECK(HitOf(to, tokens) == 2 * kLength);
   CHECK(to.manager.counts(0).free == 32 - 2);
   auto empty = copies;
   empty[0][0].clear();
-  CHECK(Pools({0}, {32}).manager.ImportBlocks(tokens, 0, empty) == 0);
+  CHECK(Pools({0}, {32}).manager.ImportBlocks(tokens, 0, ViewsOf(empty)) == 0);
 }
 
 TEST_CASE("without the prefix cache nothing is entered") {
@@ -138,7 +148,7 @@ TEST_CASE("without the prefix cache nothing is entered") {
   Pools to({0}, {32}, false);
   const std::vector<int32_t> tokens = Tokens(2 * kLength + 1);
   from.RunAndFree(1, tokens);
-  CHECK(to.manager.ImportBlocks(tokens, 0, from.manager.ExportBlocks(tokens, 0, 9)) == 0);
+  CHECK(to.manager.ImportBlocks(tokens, 0, ViewsOf(from.manager.ExportBlocks(tokens, 0, 9))) == 0);
   to.manager.CheckIntegrity();
 }
 
