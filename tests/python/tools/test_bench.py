@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_drafts
 import bench_engine
 import bench_gpu
 import bench_server
+import draft_workloads
+import numpy as np
 import pytest
 from results import ResultsFile
 from targets import BY_NAME, Runs, row_of
@@ -116,6 +119,21 @@ for line in sys.stdin:
         sys.exit(9)
     print(json.dumps({{"us": 10.0}}), flush=True)
 """
+
+
+def test_replayed_answers_are_forced_token_by_token():
+    tokens = [0, 31, 63, 5]
+    forced = bench_drafts.ForcedText(tokens)
+    mask = np.zeros(2, np.int32)
+    assert forced([], mask) and mask.tolist() == [1, 0]
+    assert forced([0], mask) and mask.tolist() == [-(1 << 31), 0]
+    assert forced([31, 63], mask) and mask.tolist() == [1 << 5, 0]
+
+
+def test_workloads_of_drafts_have_references():
+    for workload in draft_workloads.workloads():
+        assert len(workload.reference) > 700
+        assert workload.target >= 0.98
 
 
 def test_bench_gpu_restarts_the_program_after_a_crash(tmp_path, capsys):
