@@ -150,7 +150,7 @@ def request_of(answer: Answer, eos_ids: list[int]) -> _turbomind.Request:
     return request
 
 
-def measure(engine: OurEngine, work: Work, eos_ids: list[int]) -> Run:
+def measure(engine: OurEngine, work: Work, *, eos_ids: list[int]) -> Run:
     """Compute the answers of a work once."""
     waiting = {engine.send(request_of(answer, eos_ids)) for answer in work.answers}
     running = set(waiting)
@@ -175,12 +175,12 @@ def measure(engine: OurEngine, work: Work, eos_ids: list[int]) -> Run:
 
 def compare(pair: tuple[OurEngine, OurEngine], work: Work, *, texts: Texts, repeats: int) -> str:
     """Return the line of a work: what was accepted, and the ratios of speeds."""
-    measure(pair[0], work, texts.eos_ids)  # the prompts enter the prefix cache
-    measure(pair[1], work, texts.eos_ids)
+    measure(pair[0], work, eos_ids=texts.eos_ids)  # the prompts enter the prefix cache
+    measure(pair[1], work, eos_ids=texts.eos_ids)
     runs: tuple[list[Run], list[Run]] = ([], [])
     for i in range(repeats):
         for k in (0, 1) if i % 2 == 0 else (1, 0):
-            runs[k].append(measure(pair[k], work, texts.eos_ids))
+            runs[k].append(measure(pair[k], work, eos_ids=texts.eos_ids))
     without, drafts = runs
     ratios = [a.seconds / b.seconds for a, b in zip(without, drafts, strict=True)]
     cpu_ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(without, drafts, strict=True)]
@@ -228,9 +228,9 @@ def run_costs(options: argparse.Namespace) -> None:
         with ExitStack() as stack:
             pair = open_pair(stack, options, num_draft_tokens=length)
             for engine in pair:
-                measure(engine, work, texts.eos_ids)
+                measure(engine, work, eos_ids=texts.eos_ids)
             runs = [
-                [measure(engine, work, texts.eos_ids) for engine in pair]
+                [measure(engine, work, eos_ids=texts.eos_ids) for engine in pair]
                 for _ in range(options.repeats)
             ]
         times = [[run.seconds / run.steps for run in row] for row in runs]

@@ -290,7 +290,8 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
         choices=SPECULATIVE_ALGORITHMS,
         default=TurbomindEngineConfig.speculative_algorithm,
         help="ngram copies drafts of the next tokens from earlier places of the text and computes "
-        "several tokens in one step; the answer does not change (default: %(default)s)",
+        "several tokens in one step; the answer does not change (default: ngram on CPU, none on "
+        "CUDA)",
     )
     group.add_argument(
         "--speculative-num-draft-tokens",

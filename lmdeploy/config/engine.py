@@ -61,7 +61,8 @@ class TurbomindEngineConfig:
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).
         speculative_algorithm: `ngram` copies drafts of the next tokens from earlier places of the
-            text and computes several tokens in one step; the answer does not change. `none`.
+            text and computes several tokens in one step; the answer does not change. `none` turns
+            this off. None uses `ngram` on CPU and `none` on CUDA.
         speculative_num_draft_tokens: maximum length of a draft, 1 to 32. The engine chooses shorter
             ones, or none, if they do not pay.
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
@@ -132,7 +133,7 @@ class TurbomindEngineConfig:
     cache_chunk_size: int = -1
     cache_block_seq_len: int = 64
     enable_prefix_caching: bool = True
-    speculative_algorithm: str = "none"
+    speculative_algorithm: str | None = None
     speculative_num_draft_tokens: int = 8
     cache_checkpoint_interval: int = 4096
     cache_prompt: str = "auto"
@@ -267,7 +268,7 @@ class TurbomindEngineConfig:
         check_choice(
             "speculative_algorithm",
             self.speculative_algorithm,
-            choices=SPECULATIVE_ALGORITHMS,
+            choices=(None, *SPECULATIVE_ALGORITHMS),
             flag="--speculative-algorithm",
         )
         check_int(

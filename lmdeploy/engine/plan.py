@@ -45,7 +45,8 @@ def engine_config_of(
     engine_config.cache_block_seq_len = config.cache_block_seq_len
     engine_config.cache_max_entry_count = float(config.cache_max_entry_count)
     engine_config.enable_prefix_caching = config.enable_prefix_caching
-    if config.speculative_algorithm == "ngram":
+    by_default = "ngram" if capability.drafts_by_default else "none"
+    if (config.speculative_algorithm or by_default) == "ngram":
         engine_config.num_draft_tokens = config.speculative_num_draft_tokens
     _warn_of_length(engine_config.session_len, model)
     options = resolve_kv_options(config, model.windows, capability=capability)

@@ -36,7 +36,9 @@ inline DeviceCapability CudaCapability(int sm) {
           .limits_pools_to_batch = false,
           .reads_mapped_files = false,
           .has_fp32 = false,
-          .collects_kv_statistics = false};
+          .collects_kv_statistics = false,
+          // No GPU has been measured, and a step with a draft is not recorded as a graph.
+          .drafts_by_default = false};
 }
 
 struct CudaDeviceInfo {

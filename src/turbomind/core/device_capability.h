@@ -41,6 +41,8 @@ struct DeviceCapability {
   bool has_fp32 = true;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
+  // n-gram drafts are on unless the options turn them off: StepCost describes what they cost.
+  bool drafts_by_default = true;
 };
 
 }  // namespace turbomind

@@ -273,6 +273,19 @@ def test_plan_memory_gpu_uses_the_whole_budget():
     assert engine_config.max_batch_size == 128
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "gpu", "num_draft_tokens"),
+    [(None, None, 8), (None, 90, 0), ("ngram", 90, 8), ("none", None, 0)],
+)
+def test_drafts_are_on_by_default_only_on_the_cpu(algorithm, gpu, num_draft_tokens):
+    config = TurbomindEngineConfig(speculative_algorithm=algorithm)
+    capability = None if gpu is None else _turbomind.cuda_capability(gpu)
+    engine_config, _ = engine_config_of(
+        config, model_config(), model_path="", capability=capability
+    )
+    assert engine_config.num_draft_tokens == num_draft_tokens
+
+
 def test_cuda_devices_listed_and_open_gpu_have_same_capability(shim):
     code = """
 from lmdeploy import _turbomind
