@@ -176,6 +176,9 @@ class EngineConfig:
     prefix_events: PrefixEvents | None  # receives the changes of the prefix cache
     check_integrity: bool
     def __init__(self) -> None: ...
+    def set_draft_model(self, model: ModelConfig, weights: Weights | None) -> None:
+        """Set the model that computes drafts. A memory plan needs no weights."""
+
     def set_kv_calibration(
         self,
         k_mean: npt.NDArray[np.float32] | None,  # [layers, kv_heads, head_dim]
@@ -186,6 +189,8 @@ class EngineConfig:
 class MemoryPlan:
     num_blocks: int
     reserved_bytes: int
+    draft_cache_bytes: int  # of the draft model; 0 without one
+    draft_scratch_bytes: int
     touched_bytes: int
     scratch_bytes: int
     bytes_per_token: float

@@ -254,18 +254,20 @@ class _SpeculativeConfig(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Set both flags. The length of a draft may be missing."""
-        method = values.get("method")
+        """Set the flags. The method may be missing with a model, and the length always."""
+        method = values.get("method", "draft_model" if "model" in values else None)
         if method not in SPECULATIVE_ALGORITHMS:
             raise argparse.ArgumentError(
                 self, f"its method is {method!r}. It must be {' or '.join(SPECULATIVE_ALGORITHMS)}."
             )
         # vLLM searches for the last 2 to 5 tokens by default. Here the longest match wins.
         ignored = {"method", "prompt_lookup_max", "prompt_lookup_min"}
-        unknown = sorted(values.keys() - ignored - {"num_speculative_tokens"})
+        unknown = sorted(values.keys() - ignored - {"num_speculative_tokens", "model"})
         if unknown:
             raise argparse.ArgumentError(self, f"it has no field {unknown[0]!r}.")
         namespace.speculative_algorithm = method
+        if "model" in values:
+            namespace.speculative_draft_model = values["model"]
         if "num_speculative_tokens" in values:
             namespace.speculative_num_draft_tokens = values["num_speculative_tokens"]
 
@@ -294,6 +296,12 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
         "CUDA)",
     )
     group.add_argument(
+        "--speculative-draft-model",
+        default=None,
+        metavar="MODEL",
+        help="a smaller model with the same vocabulary that computes the drafts",
+    )
+    group.add_argument(
         "--speculative-num-draft-tokens",
         type=int,
         default=TurbomindEngineConfig.speculative_num_draft_tokens,
@@ -306,7 +314,8 @@ def _add_execution_flags(group: argparse._ActionsContainer) -> None:
         type=_json_object,
         default=argparse.SUPPRESS,
         metavar="JSON",
-        help='both as vLLM writes them, such as {"method": "ngram", "num_speculative_tokens": 8}',
+        help='these flags as vLLM writes them, such as {"method": "ngram", '
+        '"num_speculative_tokens": 8} or {"model": "MODEL"}',
     )
     for flag, text in (
         ("--disable-metrics", "disable the endpoint /metrics"),
@@ -420,6 +429,7 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         cache_block_seq_len=args.cache_block_seq_len,
         enable_prefix_caching=args.enable_prefix_caching,
         speculative_algorithm=args.speculative_algorithm,
+        speculative_draft_model=args.speculative_draft_model,
         speculative_num_draft_tokens=args.speculative_num_draft_tokens,
         quant_policy=args.quant_policy,
         max_prefill_token_num=args.max_prefill_token_num,

@@ -131,15 +131,23 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     from lmdeploy import _turbomind
     from lmdeploy.engine.devices import device_line, free_bytes, open_device
     from lmdeploy.engine.kv_quality import cache_line
-    from lmdeploy.engine.plan import plan_engine
+    from lmdeploy.engine.plan import plan_engine, read_draft_texts
 
     device = open_device(config)
     files, engine_config, kv = plan_engine(model_path, config, device=device)
     info = files.info
     free = free_bytes(device)
-    left = max(free - info.weight_bytes, 0)
+    draft_weights = 0 if files.draft is None else files.draft.info.weight_bytes
+    left = max(free - info.weight_bytes - draft_weights, 0)
     plan = _turbomind.plan_memory(info.config, engine_config, left, device.capability)
-    peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
+    draft_bytes = draft_weights + plan.draft_cache_bytes + plan.draft_scratch_bytes
+    peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes + draft_bytes
+    draft = (
+        f"draft model: {config.speculative_draft_model}, weights {draft_weights:,} bytes, cache "
+        f"{plan.draft_cache_bytes:,}, scratch {plan.draft_scratch_bytes:,}"
+    )
+    if files.draft is not None:
+        read_draft_texts(files, files.read_texts())  # checks that the vocabularies agree
     mapped = ""
     if info.mapped_bytes:
         mapped = f" ({info.mapped_bytes:,} of them experts, read from the mapped file)"
@@ -154,6 +162,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         f"reserved bytes: {plan.reserved_bytes:,}",
         *([touched] if device.capability.reserves_lazily else []),
         f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",
+        *([draft] if files.draft is not None else []),
         f"peak bytes: {peak:,} (weights, the full cache and scratch)",
     ]
 

@@ -37,7 +37,7 @@ WINDOW16_TOKENS_STEP = 64
 MAX_WINDOW16_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICE_TYPES = ("auto", "cpu", "cuda")
-SPECULATIVE_ALGORITHMS = ("none", "ngram")
+SPECULATIVE_ALGORITHMS = ("none", "ngram", "draft_model")
 MAX_DRAFT_TOKENS = 32
 
 
@@ -62,7 +62,9 @@ class TurbomindEngineConfig:
         enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).
         speculative_algorithm: `ngram` copies drafts of the next tokens from earlier places of the
             text and computes several tokens in one step; the answer does not change. `none` turns
-            this off. None uses `ngram` on CPU and `none` on CUDA.
+            this off. None uses `draft_model` with speculative_draft_model, else `ngram` on CPU and
+            `none` on CUDA.
+        speculative_draft_model: a smaller model with the same vocabulary that computes the drafts.
         speculative_num_draft_tokens: maximum length of a draft, 1 to 32. The engine chooses shorter
             ones, or none, if they do not pay.
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
@@ -134,6 +136,7 @@ class TurbomindEngineConfig:
     cache_block_seq_len: int = 64
     enable_prefix_caching: bool = True
     speculative_algorithm: str | None = None
+    speculative_draft_model: str | None = None
     speculative_num_draft_tokens: int = 8
     cache_checkpoint_interval: int = 4096
     cache_prompt: str = "auto"
@@ -197,6 +200,7 @@ class TurbomindEngineConfig:
                 flag="--max-prefill-token-num",
             )
         self._check_cache()
+        self._check_speculation()
         table = self.kv_table
         self._check_one_format_option(table)
         self._check_kv_quality(table)
@@ -265,12 +269,25 @@ class TurbomindEngineConfig:
         check_bool(
             "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
         )
+
+    def _check_speculation(self) -> None:
         check_choice(
             "speculative_algorithm",
             self.speculative_algorithm,
             choices=(None, *SPECULATIVE_ALGORITHMS),
             flag="--speculative-algorithm",
         )
+        model = self.speculative_draft_model
+        if model is not None and (not isinstance(model, str) or not model):
+            flag = "--speculative-draft-model"
+            raise refuse("speculative_draft_model", model, wanted="a non-empty string", flag=flag)
+        algorithms = (None, "draft_model") if model is not None else (None, "none", "ngram")
+        if self.speculative_algorithm not in algorithms:
+            verb = "needs" if model is None else "excludes"
+            raise ValueError(
+                f"speculative_algorithm {self.speculative_algorithm} {verb} "
+                "speculative_draft_model (--speculative-draft-model)."
+            )
         check_int(
             "speculative_num_draft_tokens",
             self.speculative_num_draft_tokens,

@@ -160,7 +160,6 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "service_tier": (BODY, ANY),
     "session_params": (BODY, ({},)),
     "speculative_dflash_block_size": (FLAG, ()),
-    "speculative_draft_model": (FLAG, ()),
     "stop_regex": (BODY, ([],)),
     "store": (BODY, ANY),
     "stream_reasoning": (BODY, ANY),

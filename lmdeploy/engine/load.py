@@ -14,7 +14,7 @@ from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
-from lmdeploy.engine.plan import plan_engine
+from lmdeploy.engine.plan import plan_engine, read_draft_texts
 from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open_traffic
 
 if TYPE_CHECKING:
@@ -187,13 +187,23 @@ def _start_core(
     progress: bool,
 ) -> Core:
     """Load the weights and start the C++ engine, which alone refers to them afterwards."""
-    model = files.load(texts, device=device, progress=progress)
-    cpp_engine = _start_engine(model, config, device=device)
-    writer = model.cache_writer
-    if writer is None:
-        return Core(cpp_engine, lambda: None)
-    writer.start()
-    return Core(cpp_engine, writer.stop)
+    models = []
+    if files.draft is not None:
+        draft_texts = read_draft_texts(files, texts)
+        models.append(files.draft.load(draft_texts, device=device, progress=progress))
+        config.set_draft_model(models[0].config, models[0].weights)
+    models.append(files.load(texts, device=device, progress=progress))
+    mapped_bytes = sum(model.mapped_bytes for model in models)
+    cpp_engine = _start_engine(models[-1], config, device=device, mapped_bytes=mapped_bytes)
+    writers = [model.cache_writer for model in models if model.cache_writer is not None]
+    for writer in writers:
+        writer.start()
+
+    def on_close() -> None:
+        for writer in writers:
+            writer.stop()
+
+    return Core(cpp_engine, on_close)
 
 
 def _restarter(
@@ -221,12 +231,19 @@ def _restarter(
 
 
 def _start_engine(
-    model: LoadedModel, config: _turbomind.EngineConfig, *, device: _turbomind.Device
+    model: LoadedModel,
+    config: _turbomind.EngineConfig,
+    *,
+    device: _turbomind.Device,
+    mapped_bytes: int,
 ) -> _turbomind.Engine:
-    """Start the C++ engine. Raises MemoryError that names the options on which its size depends."""
+    """Start the C++ engine. `mapped_bytes` of the weights are not resident yet.
+
+    Raise MemoryError that names the options on which its size depends.
+    """
     from lmdeploy import _turbomind
 
-    free = max(free_bytes(device) - model.mapped_bytes, 0)
+    free = max(free_bytes(device) - mapped_bytes, 0)
     try:
         return _turbomind.Engine(model.config, config, model.weights, device, free)
     except MemoryError:

@@ -122,6 +122,7 @@ class ModelFiles:
     _files: FileIdentities
     _exact: bool
     _copied: bool  # no tensor stays in the mapped files
+    draft: ModelFiles | None = None  # the files of the draft model
 
     @property
     def identities(self) -> FileIdentities:

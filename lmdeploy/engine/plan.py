@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lmdeploy.base.checks import check_choice
+from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.devices import step_sizes
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.checkpoint.kv_scales import KvScales
     from lmdeploy.engine.kv_quality import KvOptions
-    from lmdeploy.engine.model_files import ModelFiles
+    from lmdeploy.engine.model_files import ModelFiles, TokenizerAndTemplate
 
 logger = logging.getLogger("lmdeploy")
 
@@ -46,7 +47,7 @@ def engine_config_of(
     engine_config.cache_max_entry_count = float(config.cache_max_entry_count)
     engine_config.enable_prefix_caching = config.enable_prefix_caching
     by_default = "ngram" if capability.drafts_by_default else "none"
-    if (config.speculative_algorithm or by_default) == "ngram":
+    if config.speculative_draft_model or (config.speculative_algorithm or by_default) == "ngram":
         engine_config.num_draft_tokens = config.speculative_num_draft_tokens
     _warn_of_length(engine_config.session_len, model)
     options = resolve_kv_options(config, model.windows, capability=capability)
@@ -157,5 +158,42 @@ def plan_engine(
         capability=capability,
         kv_scales=info.kv_scales,
     )
+    if config.speculative_draft_model is not None:
+        files.draft = _open_draft(config.speculative_draft_model, config, capability=capability)
+        engine_config.set_draft_model(files.draft.info.config, None)
     _turbomind.require_kernels(info.config, engine_config, device)
     return files, engine_config, kv
+
+
+def _open_draft(
+    model_path: str, config: TurbomindEngineConfig, *, capability: _turbomind.DeviceCapability
+) -> ModelFiles:
+    """Open the files of the draft model."""
+    from lmdeploy.checkpoint.hub import resolve_model
+    from lmdeploy.engine.model_files import open_files
+
+    path = resolve_model(model_path, download_dir=config.download_dir)
+    return open_files(str(path), dtype=config.dtype, exact=config.exact, capability=capability)
+
+
+def read_draft_texts(files: ModelFiles, texts: TokenizerAndTemplate) -> TokenizerAndTemplate:
+    """Read the texts of the draft model. REQUIRES: files.draft.
+
+    Raise ModelFormatError if its tokens are not those of the model.
+    """
+    assert files.draft is not None
+    draft = files.draft.read_texts()
+    sizes = [tokenizer.vocab_size for tokenizer in (draft.tokenizer, texts.tokenizer)]
+    differ = (
+        i
+        for i in range(min(sizes))
+        if draft.tokenizer.token_bytes(i) != texts.tokenizer.token_bytes(i)
+    )
+    found = next(differ, min(sizes) if sizes[0] != sizes[1] else None)
+    if found is not None:
+        raise ModelFormatError(
+            f"speculative_draft_model {files.draft.info.path} has another vocabulary than "
+            f"{files.info.path}: {sizes[0]} and {sizes[1]} tokens, which differ at id {found}. "
+            "Choose a draft model with the same tokenizer (--speculative-draft-model)."
+        )
+    return draft

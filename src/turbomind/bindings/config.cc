@@ -134,6 +134,12 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
       .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
       .def_readwrite("num_draft_tokens", &EngineConfig::num_draft_tokens)
+      .def(
+          "set_draft_model",
+          [](EngineConfig& self, const ModelConfig& draft, std::shared_ptr<Weights> weights) {
+            self.draft_model = std::make_shared<DraftModel>(draft, std::move(weights));
+          },
+          py::arg("model"), py::arg("weights"))
       .def_readwrite("prefix_events", &EngineConfig::prefix_events)
       .def_readwrite("check_integrity", &EngineConfig::check_integrity);
   DefKvOptions(config);

@@ -134,6 +134,8 @@ void DefKv(py::module_& m) {
   py::class_<MemoryPlan>(m, "MemoryPlan")
       .def_readonly("num_blocks", &MemoryPlan::num_blocks)
       .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
+      .def_readonly("draft_cache_bytes", &MemoryPlan::draft_cache_bytes)
+      .def_readonly("draft_scratch_bytes", &MemoryPlan::draft_scratch_bytes)
       .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
       .def_readonly("scratch_bytes", &MemoryPlan::scratch_bytes)
       .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)

@@ -46,6 +46,28 @@ Batch::BlockTables& Batch::ResetTables(size_t group, int64_t stride, bool has_wi
   return table;
 }
 
+// Relies on equal table lengths in both pools of a group.
+void Batch::BuildTables(const SequenceManager& manager, const std::vector<LayerGroup>& groups) {
+  const int num_groups = static_cast<int>(groups.size());
+  for (int group = 0; group < num_groups; ++group) {
+    const bool has_window16 = groups[static_cast<size_t>(group)].rule.enabled();
+    size_t stride = 0;
+    for (const Sequence* sequence : sequences) {
+      stride = std::max(stride, manager.BlockTable(sequence->request->id, group).size());
+    }
+    BlockTables& table =
+        ResetTables(static_cast<size_t>(group), static_cast<int64_t>(stride), has_window16);
+    for (size_t row = 0; row < sequences.size(); ++row) {
+      const uint64_t id = sequences[row]->request->id;
+      table.SetRow(
+          row, manager.BlockTable(id, group),
+          has_window16 ? manager.BlockTable(id, num_groups + group) : std::span<const int32_t>());
+      const std::span<const PendingQuantization> own = manager.BlocksToQuantize(id, group);
+      table.blocks_to_quantize.insert(table.blocks_to_quantize.end(), own.begin(), own.end());
+    }
+  }
+}
+
 void Batch::Clear() {
   sequences.clear();
   num_decode = 0;

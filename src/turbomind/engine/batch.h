@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "turbomind/engine/sequence.h"
+#include "turbomind/kv/layer_group.h"
+#include "turbomind/kv/sequence_manager.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
@@ -51,6 +53,8 @@ struct Batch {
   // Resets a group's tables for the batch's sequences: `stride` entries of -1 per row, no pending
   // quantizations. The caller then fills the rows and the pending quantizations.
   BlockTables& ResetTables(size_t group, int64_t stride, bool has_window16);
+  // Fills the tables of all groups with the blocks of the batch's sequences.
+  void BuildTables(const SequenceManager& manager, const std::vector<LayerGroup>& groups);
   // Makes the views. Call it when the batch is complete.
   void Finish();
 

@@ -10,6 +10,21 @@ namespace {
 
 constexpr double kLearningRate = 1. / 16;
 
+// The draft model computes no token that is used with a lower probability.
+constexpr double kMinUsed = 0.25;
+
+// Moves the estimate of acceptance towards what became of the candidate.
+void LearnFrom(std::span<const int32_t> came, std::span<const int32_t> candidate,
+               double& acceptance) {
+  for (size_t i = 0; i < std::min(came.size(), candidate.size()); ++i) {
+    const bool is_right = came[i] == candidate[i];
+    acceptance += ((is_right ? 1. : 0.) - acceptance) * kLearningRate;
+    if (!is_right) {
+      return;
+    }
+  }
+}
+
 // Returns a hash of the kMinMatch tokens before `end`.
 uint32_t HashBefore(std::span<const int32_t> tokens, int64_t end) {
   uint64_t hash = 0;
@@ -33,22 +48,10 @@ NgramDrafter::NgramDrafter(int64_t max_tokens, int max_draft)
 void NgramDrafter::Update(std::span<const int32_t> tokens) {
   Check(static_cast<int64_t>(tokens.size()) >= num_seen_ && tokens.size() < previous_.size(),
         "the tokens must extend those of the last call and fit");
-  Learn(tokens);
+  LearnFrom(tokens.subspan(static_cast<size_t>(num_seen_)), candidate_, acceptance_[match_class_]);
   AddPlaces(tokens);
   num_seen_ = static_cast<int64_t>(tokens.size());
   Find(tokens);
-}
-
-void NgramDrafter::Learn(std::span<const int32_t> tokens) {
-  const auto came = tokens.subspan(static_cast<size_t>(num_seen_));
-  double& acceptance = acceptance_[match_class_];
-  for (size_t i = 0; i < std::min(came.size(), candidate_.size()); ++i) {
-    const bool is_right = came[i] == candidate_[i];
-    acceptance += ((is_right ? 1. : 0.) - acceptance) * kLearningRate;
-    if (!is_right) {
-      return;
-    }
-  }
 }
 
 // A place is the position of the token that followed the match, so the end of the tokens is none.
@@ -93,6 +96,33 @@ void NgramDrafter::Find(std::span<const int32_t> tokens) {
     candidate_.push_back(from < size ? tokens[static_cast<size_t>(from)]
                                      : candidate_[static_cast<size_t>(from - size)]);
   }
+}
+
+ModelDrafter::ModelDrafter(int max_draft) : max_draft_(max_draft) {
+  Check(max_draft > 0, "a drafter needs room for a draft");
+  candidate_.reserve(static_cast<size_t>(max_draft));
+}
+
+void ModelDrafter::Update(std::span<const int32_t> tokens) {
+  Check(tokens.size() >= num_seen_, "the tokens must extend those of the last call");
+  if (tokens.size() > num_seen_) {
+    LearnFrom(tokens.subspan(num_seen_), candidate_, acceptance_);
+    candidate_.clear();
+    num_seen_ = tokens.size();
+  }
+}
+
+void ModelDrafter::Propose(int32_t token) {
+  Check(candidate_.size() < static_cast<size_t>(max_draft_), "a candidate must not be too long");
+  candidate_.push_back(token);
+}
+
+int ModelDrafter::WantedLength() const {
+  int length = 1;
+  for (double used = acceptance_ * acceptance_; length < max_draft_ && used > kMinUsed; ++length) {
+    used *= acceptance_;
+  }
+  return length;
 }
 
 }  // namespace turbomind

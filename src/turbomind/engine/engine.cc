@@ -18,7 +18,6 @@
 #include "turbomind/engine/engine_state.h"
 #include "turbomind/engine/output_list.h"
 #include "turbomind/engine/prefix_exchange.h"
-#include "turbomind/ops/rope.h"
 
 namespace turbomind {
 namespace {
@@ -28,15 +27,6 @@ constexpr bool kIsDebugBuild = false;
 #else
 constexpr bool kIsDebugBuild = true;
 #endif
-
-// Validates the model and resolves its RoPE for this session_len.
-ModelConfig ResolveModel(ModelConfig model, int session_len) {
-  model.Validate();
-  for (RopeConfig& rope : model.ropes) {
-    rope = ResolveRope(std::move(rope), session_len);
-  }
-  return model;
-}
 
 void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
   for (int32_t id : ids) {
@@ -66,36 +56,16 @@ void RequirePromptOnly(const Request& request) {
   }
 }
 
-// Allocates all memory of a sequence for the longest possible response, so that no step allocates.
-std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request,
-                                       const EngineConfig& config) {
-  auto sequence = std::make_unique<Sequence>();
-  const int64_t longest =
-      std::min(int64_t{config.session_len},
-               static_cast<int64_t>(request->prompt.size()) + request->max_new_tokens);
-  sequence->tokens.reserve(static_cast<size_t>(longest));
-  sequence->output.tokens.reserve(1);
-  if (config.num_draft_tokens > 0 && request->max_new_tokens > 1) {
-    sequence->draft.reserve(static_cast<size_t>(config.num_draft_tokens));
-    sequence->drafter = std::make_unique<NgramDrafter>(longest, config.num_draft_tokens);
-  }
-  sequence->tokens = request->prompt;
-  sequence->num_prompt = sequence->num_tokens() - request->num_resumed;
-  sequence->output.request_id = request->id;
-  sequence->request = std::move(request);
-  return sequence;
-}
-
 }  // namespace
 
 struct Engine::Impl {
-  Impl(ModelConfig model_config, EngineConfig engine_config,
+  Impl(ModelConfig model_config, const EngineConfig& engine_config,
        std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
        int64_t free_bytes)
-      : model(ResolveModel(std::move(model_config), engine_config.session_len)),
-        config(std::move(engine_config)),
+      : model(Resolved(std::move(model_config), engine_config.session_len)),
+        config(WithoutDraftWeights(engine_config)),
         plan(PlanMemory(model, config, free_bytes, target->capability())),
-        state(std::in_place, model, config, plan, free_bytes, std::move(model_weights),
+        state(std::in_place, model, engine_config, plan, free_bytes, std::move(model_weights),
               std::move(target)) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
@@ -360,6 +330,9 @@ bool Engine::Impl::HasQuantized() const {
 }
 
 void Engine::Impl::Step() {
+  if (state->drafts != nullptr) {
+    state->drafts->Draft(state->scheduler.running());
+  }
   const Batch& batch = state->scheduler.Plan();
   if (!batch.empty()) {
     if (HasQuantized()) {
@@ -386,6 +359,9 @@ void Engine::Impl::Step() {
     }
     if (config.check_integrity) {
       state->manager.CheckIntegrity(true);
+    }
+    if (config.check_integrity && state->drafts != nullptr) {
+      state->drafts->CheckIntegrity();
     }
   }
   UpdateStats();
@@ -496,10 +472,11 @@ void Engine::Impl::UpdateStats() {
   outputs_arrived.notify_all();
 }
 
-Engine::Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
-               std::shared_ptr<Device> device, int64_t free_bytes)
-    : impl_(std::make_unique<Impl>(std::move(model), std::move(config), std::move(weights),
-                                   std::move(device), free_bytes)) {}
+Engine::Engine(ModelConfig model, const EngineConfig& config,
+               std::shared_ptr<const Weights> weights, std::shared_ptr<Device> device,
+               int64_t free_bytes)
+    : impl_(std::make_unique<Impl>(std::move(model), config, std::move(weights), std::move(device),
+                                   free_bytes)) {}
 
 Engine::~Engine() { Stop(); }
 

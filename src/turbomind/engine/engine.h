@@ -24,7 +24,7 @@ class Engine {
  public:
   // Starts the engine thread. From then on only that thread may use `device`. Other threads may
   // read `weights`.
-  Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
+  Engine(ModelConfig model, const EngineConfig& config, std::shared_ptr<const Weights> weights,
          std::shared_ptr<Device> device, int64_t free_bytes);
   ~Engine();  // calls Stop()
   // Cancels running requests, joins the engine thread and frees the memory of model and cache. Last

@@ -7,6 +7,8 @@
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
 #include "turbomind/kv/prefix_events.h"
+#include "turbomind/model/model_config.h"
+#include "turbomind/model/weights.h"
 
 namespace turbomind {
 
@@ -28,6 +30,12 @@ struct KvQuality {
 
 inline constexpr int kMaxDraftTokens = 32;
 
+// A smaller model with the same vocabulary, whose tokens the engine verifies.
+struct DraftModel {
+  ModelConfig model;
+  std::shared_ptr<const Weights> weights;  // null for a memory plan; does not outlive its device
+};
+
 struct EngineConfig {
   KvCacheMode kv_format = KvCacheMode::kNone;
   // KV formats of K and V by layer; empty means kv_format for all layers.
@@ -44,12 +52,21 @@ struct EngineConfig {
   // Runs CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it
   // without scale bytes when the engine becomes idle.
   bool check_integrity = false;
-  // Longest draft of a sequence in a step, copied from earlier places of its tokens that end alike
-  // (NgramDrafter); 0: no speculation.
+  // Longest draft of a sequence in a step; 0: no speculation.
   int num_draft_tokens = 0;
+  // Computes drafts. Null: they are copied from earlier places of the tokens (NgramDrafter).
+  std::shared_ptr<const DraftModel> draft_model = nullptr;
   // Receives the changes of the prefix cache, unless it is null.
   std::shared_ptr<PrefixEvents> prefix_events = nullptr;
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 };
+
+// Returns the config without the weights of the draft model, which only the engine's state holds.
+inline EngineConfig WithoutDraftWeights(EngineConfig config) {
+  if (config.draft_model != nullptr) {
+    config.draft_model = std::make_shared<DraftModel>(config.draft_model->model, nullptr);
+  }
+  return config;
+}
 
 }  // namespace turbomind

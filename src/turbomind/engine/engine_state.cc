@@ -50,16 +50,17 @@ KvCacheConfig SupportedCacheConfig(const ModelConfig& model, const EngineConfig&
 std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig& config,
                                     KvCache& cache) {
   SetCalibration(config.kv_quality.calibration, model.num_layers, cache);
-  std::vector<LayerCache> layers;
-  for (int i = 0; i < model.num_layers; ++i) {
-    layers.push_back({.kv = cache.LayerView(i),
-                      .window16 = cache.Window16LayerView(i),
-                      .rule = cache.rule(i),
-                      .k_mean = cache.KMean(i),
-                      .group = cache.GroupOf(i),
-                      .window = model.windows[static_cast<size_t>(i)]});
+  return MakeLayerCaches(model, cache);
+}
+
+std::unique_ptr<DraftDecoder> MakeDrafts(const ModelConfig& model, const EngineConfig& config,
+                                         int64_t free_bytes, Device& device) {
+  if (config.draft_model == nullptr || config.num_draft_tokens == 0) {
+    return nullptr;
   }
-  return layers;
+  return std::make_unique<DraftDecoder>(
+      config, model.vocab_size, PlanDraftBlocks(model, config, free_bytes, device.capability()),
+      device);
 }
 
 std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const EngineConfig& config,
@@ -97,6 +98,7 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                .statistics = statistics.get()},
               weights, *device),
       generation(model.vocab_size, plan.max_sequence_tokens,
-                 config.max_batch_size * (1 + config.num_draft_tokens), *device) {}
+                 config.max_batch_size * (1 + config.num_draft_tokens), *device),
+      drafts(MakeDrafts(model, config, free_bytes, *device)) {}
 
 }  // namespace turbomind

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "turbomind/engine/draft_decoder.h"
 #include "turbomind/engine/engine_config.h"
 #include "turbomind/engine/memory_plan.h"
 #include "turbomind/engine/output_processor.h"
@@ -38,6 +39,7 @@ struct EngineState {
   const std::unique_ptr<KvStatistics> statistics;  // null if not collected
   Decoder decoder;
   OutputProcessor generation;
+  const std::unique_ptr<DraftDecoder> drafts;  // null without a draft model
 };
 
 }  // namespace turbomind

@@ -89,6 +89,20 @@ int64_t StepBytes(const ModelConfig& model, const EngineConfig& config,
   return scratch + device.workspace_bytes;
 }
 
+// Returns the part of the free bytes that belongs to the draft model.
+double DraftShare(const ModelConfig& model, const EngineConfig& config) {
+  if (config.draft_model == nullptr) {
+    return 0.;
+  }
+  const KvCacheConfig own = CacheConfig(config.draft_model->model, DraftConfig(config));
+  const double draft = BytesPerToken(MakeLayerGroups(own));
+  return draft / (draft + BytesPerToken(MakeLayerGroups(CacheConfig(model, config))));
+}
+
+int64_t PartOf(int64_t bytes, double share) {
+  return static_cast<int64_t>(static_cast<double>(bytes) * share);
+}
+
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
 void RequireHeadDim(int head_dim) {
   constexpr int kMultiple = 16;
@@ -152,6 +166,29 @@ void RequireKernels(const ModelConfig& model, const EngineConfig& config, const 
       device.RequireAttention(group.window16_layout->LayerView(0, nullptr, nullptr));
     }
   }
+  if (config.draft_model != nullptr) {
+    RequireKernels(config.draft_model->model, DraftConfig(config), device);
+  }
+}
+
+EngineConfig DraftConfig(const EngineConfig& config) {
+  EngineConfig draft = config;
+  draft.kv_format = KvCacheMode::kNone;
+  draft.kv_layers.clear();
+  draft.kv_quality = {};
+  draft.enable_prefix_caching = false;
+  draft.num_draft_tokens = 0;
+  draft.draft_model = nullptr;
+  draft.prefix_events = nullptr;
+  draft.collect_kv_statistics = false;
+  return draft;
+}
+
+std::vector<int64_t> PlanDraftBlocks(const ModelConfig& model, const EngineConfig& config,
+                                     int64_t free_bytes, const DeviceCapability& device) {
+  Check(config.draft_model != nullptr, "a draft model must be configured");
+  return PlanBlocks(config.draft_model->model, DraftConfig(config),
+                    PartOf(free_bytes, DraftShare(model, config)), device);
 }
 
 int StepTokens(const EngineConfig& config) {
@@ -168,6 +205,7 @@ StepLimits PlanStep(const EngineConfig& config, const DeviceCapability& device) 
 
 std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
                                 int64_t free_bytes, const DeviceCapability& device) {
+  free_bytes -= PartOf(free_bytes, DraftShare(model, config));
   const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
   const double count = config.cache_max_entry_count;
   KvDemand demand{.session_len = config.session_len,
@@ -208,6 +246,30 @@ int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int6
   return bytes;
 }
 
+namespace {
+
+// Adds the memory of the draft model to the plan.
+void PlanDraftMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
+                     const DeviceCapability& device, MemoryPlan& plan) {
+  if (config.draft_model == nullptr) {
+    return;
+  }
+  const ModelConfig& own = config.draft_model->model;
+  own.Validate();
+  RequireHeadDim(own.head_dim);
+  const auto groups = MakeLayerGroups(CacheConfig(own, DraftConfig(config)));
+  const std::vector<int64_t> blocks = PlanDraftBlocks(model, config, free_bytes, device);
+  if (std::ranges::find(blocks, 0) != blocks.end()) {
+    throw InvalidArgument(
+        "The cache of the draft model does not hold one block. Raise --cache-max-entry-count or "
+        "remove --speculative-draft-model.");
+  }
+  plan.draft_cache_bytes = PoolBytes(groups, blocks);
+  plan.draft_scratch_bytes = ScratchBytes(own, DraftConfig(config), device);
+}
+
+}  // namespace
+
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
                       const DeviceCapability& device) {
   model.Validate();
@@ -235,16 +297,14 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   plan.window16_bytes_per_sequence = LongSequenceWindow16Bytes(groups);
   plan.scratch_bytes = ScratchBytes(model, config, device);
   plan.session_bytes = SequenceBytes(model, config, config.session_len);
-  EngineConfig none = config;
-  none.kv_format = KvCacheMode::kNone;
-  none.kv_layers.clear();
-  none.kv_quality = {};
+  const EngineConfig none = DraftConfig(config);
   plan.bytes_per_token_none = BytesPerToken(MakeLayerGroups(CacheConfig(model, none)));
   plan.session_bytes_none = SequenceBytes(model, none, config.session_len);
   const auto g = static_cast<size_t>(largest - blocks.begin());
   const int64_t window16 = groups[g].rule.enabled() ? blocks[groups.size() + g] : 0;
   plan.max_tokens = TokensThatFit(groups[g], plan.num_blocks, window16, config);
   plan.max_sequence_tokens = LongestSequence(groups, blocks, config);
+  PlanDraftMemory(model, config, free_bytes, device, plan);
   return plan;
 }
 

@@ -30,6 +30,9 @@ struct MemoryPlan {
   // without quantization.
   int64_t session_bytes = 0;
   int64_t session_bytes_none = 0;
+  // The 16-bit cache of the draft model and its activations of a full step; 0 without one.
+  int64_t draft_cache_bytes = 0;
+  int64_t draft_scratch_bytes = 0;
 };
 
 // Returns the bytes of one sequence of `num_tokens` between steps: whole blocks of every pool,
@@ -61,8 +64,16 @@ int StepTokens(const EngineConfig& config);
 // Returns the sizes of a step.
 StepLimits PlanStep(const EngineConfig& config, const DeviceCapability& device);
 
+// Returns the config of the draft model's cache and steps: 16 bits, and no prefix cache.
+EngineConfig DraftConfig(const EngineConfig& config);
+
+// Returns the blocks of each pool of the draft model's cache. It gets the part of the free bytes
+// that a token in it takes of the bytes of a token in both caches. REQUIRES: config.draft_model.
+std::vector<int64_t> PlanDraftBlocks(const ModelConfig& model, const EngineConfig& config,
+                                     int64_t free_bytes, const DeviceCapability& device);
+
 // Returns the blocks of each pool. Unless the device reserves lazily, a step's memory is subtracted
-// before the pools get their share of the free bytes.
+// before the pools get their share of the free bytes, of which the draft model has its part.
 std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
                                 int64_t free_bytes, const DeviceCapability& device);
 

@@ -127,7 +127,7 @@ int64_t Scheduler::DraftCost(const Sequence& sequence, int64_t length) const {
 
 // Returns the length with the highest expected gain.
 int64_t Scheduler::DraftLength(const Sequence& sequence, int64_t decode_cost) const {
-  const NgramDrafter& drafter = *sequence.drafter;
+  const Drafter& drafter = *sequence.drafter;
   const int64_t to_come = sequence.request->max_new_tokens - sequence.num_generated();
   // A draft leaves tokens to the prompts of the step, and to a last token after it.
   const int64_t longest =
@@ -369,30 +369,8 @@ void Scheduler::Build() {
       }
     }
   }
-  for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
-    BuildTables(group);
-  }
+  batch_.BuildTables(manager_, groups_);
   batch_.Finish();
-}
-
-// Relies on equal table lengths in both pools of a group.
-void Scheduler::BuildTables(int group) {
-  const int num_groups = static_cast<int>(groups_.size());
-  const bool has_window16 = groups_[static_cast<size_t>(group)].rule.enabled();
-  size_t stride = 0;
-  for (const Sequence* sequence : batch_.sequences) {
-    stride = std::max(stride, manager_.BlockTable(sequence->request->id, group).size());
-  }
-  Batch::BlockTables& tables =
-      batch_.ResetTables(static_cast<size_t>(group), static_cast<int64_t>(stride), has_window16);
-  for (size_t row = 0; row < batch_.sequences.size(); ++row) {
-    const uint64_t id = batch_.sequences[row]->request->id;
-    tables.SetRow(
-        row, manager_.BlockTable(id, group),
-        has_window16 ? manager_.BlockTable(id, num_groups + group) : std::span<const int32_t>());
-    const std::span<const PendingQuantization> own = manager_.BlocksToQuantize(id, group);
-    tables.blocks_to_quantize.insert(tables.blocks_to_quantize.end(), own.begin(), own.end());
-  }
 }
 
 void Scheduler::StepDone() {

@@ -126,7 +126,6 @@ class Scheduler {
   void CountPromised();
   int64_t BlocksToCome(const Sequence& sequence, int pool, int64_t chunk) const;
   void Build();
-  void BuildTables(int group);
 
   SchedulerConfig config_;
   SequenceManager& manager_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "turbomind/engine/drafter.h"
+#include "turbomind/engine/engine_config.h"
 #include "turbomind/engine/request.h"
 
 namespace turbomind {
@@ -28,8 +29,8 @@ struct Sequence {
   int64_t num_computed = 0;  // tokens whose K and V are in the cache
   int64_t num_planned = 0;   // new tokens in the current step, draft included
   std::vector<int32_t> draft;
-  std::unique_ptr<NgramDrafter> drafter;  // null: no speculation
-  int64_t share_owed = 0;                 // of the budget, unused so far, as the oldest prompt
+  std::unique_ptr<Drafter> drafter;  // null: no speculation
+  int64_t share_owed = 0;            // of the budget, unused so far, as the oldest prompt
   bool was_admitted = false;
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent
@@ -49,5 +50,10 @@ struct Sequence {
            request->pooling != Pooling::kMean;
   }
 };
+
+// Returns the sequence of a request with all memory for the longest possible response, so that no
+// step allocates.
+std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request,
+                                       const EngineConfig& config);
 
 }  // namespace turbomind

@@ -74,6 +74,19 @@ bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_
 
 }  // namespace
 
+std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache& cache) {
+  std::vector<LayerCache> layers;
+  for (int i = 0; i < model.num_layers; ++i) {
+    layers.push_back({.kv = cache.LayerView(i),
+                      .window16 = cache.Window16LayerView(i),
+                      .rule = cache.rule(i),
+                      .k_mean = cache.KMean(i),
+                      .group = cache.GroupOf(i),
+                      .window = model.windows[static_cast<size_t>(i)]});
+  }
+  return layers;
+}
+
 Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, Device& device)
     : config_(std::move(config)), weights_(std::move(weights)), device_(device) {
   ModelConfig& model = config_.model;

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "turbomind/kv/kv_cache.h"
 #include "turbomind/model/decoder_scratch.h"
 #include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
@@ -26,6 +27,9 @@ struct LayerCache {
   int group = 0;   // index of the batch view
   int window = 0;  // as in kv/sliding_window.h
 };
+
+// Returns the cache of every layer.
+std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache& cache);
 
 // All parameters of a decoder except the weights and the device.
 struct DecoderConfig {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "turbomind/core/check.h"
 #include "turbomind/ops/rope.h"
@@ -183,6 +184,14 @@ void ModelConfig::Validate() const {
   ValidateFactors(*this);
   ValidateStructure(*this);
   ValidateRopes(*this);
+}
+
+ModelConfig Resolved(ModelConfig model, int session_len) {
+  model.Validate();
+  for (RopeConfig& rope : model.ropes) {
+    rope = ResolveRope(std::move(rope), session_len);
+  }
+  return model;
 }
 
 }  // namespace turbomind

@@ -83,4 +83,8 @@ struct ModelConfig {
   bool ChangesBranches() const { return norm.outputs || residual_scale != 1.f; }
 };
 
+// Returns a valid model with its RoPE resolved for this session_len (ResolveRope). Throws
+// InvalidArgument.
+ModelConfig Resolved(ModelConfig model, int session_len);
+
 }  // namespace turbomind

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
@@ -59,6 +60,7 @@ struct Setting {
   EngineConfig config;
   Prompts prompts = kShort;
   testing::TinyOptions weights = {};
+  std::optional<ModelConfig> draft_model = {};
 };
 
 Answers RunAll(Engine& engine, uint64_t first_id, const Prompts& prompts) {
@@ -71,8 +73,13 @@ Answers RunAll(Engine& engine, uint64_t first_id, const Prompts& prompts) {
 std::unique_ptr<Engine> MakeEngine(const Setting& setting, int num_threads = 1) {
   std::shared_ptr<Device> device = MakeCpuDevice(num_threads);
   auto weights = testing::TinyWeights(setting.model, *device, setting.weights);
-  return std::make_unique<Engine>(setting.model, setting.config, std::move(weights),
-                                  std::move(device), testing::kFreeBytes);
+  EngineConfig config = setting.config;
+  if (setting.draft_model) {
+    config.draft_model = std::make_shared<DraftModel>(
+        *setting.draft_model, testing::TinyWeights(*setting.draft_model, *device, setting.weights));
+  }
+  return std::make_unique<Engine>(setting.model, config, std::move(weights), std::move(device),
+                                  testing::kFreeBytes);
 }
 
 Answers RunAll(const Setting& setting, int num_threads = 1) {
@@ -133,13 +140,17 @@ void CheckPreemption(Setting setting, int num_blocks, const Answers& want) {
   }
 }
 
-// Computes drafts, which the policy of the scheduler would refuse in part: a random model costs
-// nothing, and its answers repeat.
+// Computes drafts, which the policy of the scheduler would refuse in part. The answers of a random
+// model repeat, and it is a good draft of itself.
 void CheckDrafts(Setting setting, const Answers& want) {
   setting.config.num_draft_tokens = 4;
   auto engine = MakeEngine(setting);
   CheckEqual(RunAll(*engine, 0, setting.prompts), 0, want);
   CHECK(engine->stats().draft_tokens > 0);
+  CHECK(engine->stats().accepted_tokens > 0);
+  setting.draft_model = setting.model;
+  engine = MakeEngine(setting);
+  CheckEqual(RunAll(*engine, 0, setting.prompts), 0, want);
   CHECK(engine->stats().accepted_tokens > 0);
 }
 

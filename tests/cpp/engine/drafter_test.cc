@@ -80,5 +80,29 @@ TEST_CASE("acceptance rises while candidates are right and falls while they are 
   CHECK(drafter.acceptance() < 0.1);
 }
 
+TEST_CASE("a model's candidate is dropped when tokens come, and its length follows acceptance") {
+  ModelDrafter drafter(8);
+  Tokens tokens = {1, 2, 3};
+  drafter.Update(tokens);
+  CHECK(drafter.WantedLength() > 1);
+  drafter.Propose(4);
+  drafter.Update(tokens);
+  CHECK(Tokens(drafter.candidate().begin(), drafter.candidate().end()) == Tokens{4});
+  for (int i = 0; i < 100; ++i) {
+    tokens.push_back(5);
+    drafter.Update(tokens);
+    CHECK(drafter.candidate().empty());
+    drafter.Propose(4);
+  }
+  CHECK(drafter.WantedLength() == 1);
+  CHECK(drafter.acceptance() < 0.1);
+  for (int i = 0; i < 100; ++i) {
+    tokens.push_back(4);
+    drafter.Update(tokens);
+    drafter.Propose(4);
+  }
+  CHECK(drafter.WantedLength() == 8);
+}
+
 }  // namespace
 }  // namespace turbomind

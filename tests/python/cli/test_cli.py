@@ -108,6 +108,9 @@ def test_speculative_config_of_vllm_sets_both_flags():
     text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
     config = engine_config(parse("--speculative-config", text))
     assert (config.speculative_algorithm, config.speculative_num_draft_tokens) == ("ngram", 5)
+    config = engine_config(parse("--speculative-config", '{"model": "m"}'))
+    assert (config.speculative_algorithm, config.speculative_draft_model) == ("draft_model", "m")
+    assert engine_config(parse("--speculative-draft-model", "m")).speculative_draft_model == "m"
     config = engine_config(parse("--speculative-config", '{"method": "ngram"}'))
     assert (config.speculative_algorithm, config.speculative_num_draft_tokens) == ("ngram", 8)
 
@@ -121,7 +124,10 @@ def test_speculative_config_of_vllm_sets_both_flags():
         ),
         ('{"method": ["ngram"]}', "its method is ['ngram']"),
         ('{"num_speculative_tokens": 3}', "its method is None"),
-        ('{"method": "ngram", "model": "m"}', "it has no field 'model'."),
+        ('{"method": "ngram", "model": "m"}', "ngram excludes speculative_draft_model"),
+        ('{"method": "draft_model"}', "draft_model needs speculative_draft_model"),
+        ('{"model": 3}', "speculative_draft_model is 3"),
+        ('{"method": "ngram", "top": 1}', "it has no field 'top'."),
         ('{"method": "ngram", "num_speculative_tokens": "many"}', "speculative_num_draft_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "--speculative-num-draft-tokens"),
         ("[1]", "JSON"),
