@@ -222,6 +222,8 @@ class DeviceCapability:
     def has_fp32(self) -> bool: ...
     @property
     def drafts_by_default(self) -> bool: ...
+    @property
+    def has_k_quants(self) -> bool: ...
 
 class Device:
     @property
@@ -262,8 +264,8 @@ class WeightsBuilder:
     ) -> None:
         """Add a matrix in `format`: f32, bf16 (as uint16), or raw uint8.
 
-        q4_0, q4_1, q8_0 and mxfp4 use GGUF's byte layout. mxfp4_split uses Hugging Face's codes
-        [rows, cols / 2] with `scales` [rows, cols / 32].
+        q4_0, q4_1, q8_0, mxfp4 and the K-quants use GGUF's byte layout. mxfp4_split uses Hugging
+        Face's codes [rows, cols / 2] with `scales` [rows, cols / 32].
 
         `data` must be C-contiguous with exactly the bytes of rows x cols values. MXFP4 arrays are
         read in place: the weights hold them, and they must not change. The GIL is released.

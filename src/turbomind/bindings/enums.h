@@ -31,7 +31,10 @@ constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"}
                                                      {MatrixFormat::kQ4_1, "q4_1"},
                                                      {MatrixFormat::kQ8_0, "q8_0"},
                                                      {MatrixFormat::kMxfp4, "mxfp4"},
-                                                     {MatrixFormat::kMxfp4Split, "mxfp4_split"}};
+                                                     {MatrixFormat::kMxfp4Split, "mxfp4_split"},
+                                                     {MatrixFormat::kQ4_K, "q4_k"},
+                                                     {MatrixFormat::kQ5_K, "q5_k"},
+                                                     {MatrixFormat::kQ6_K, "q6_k"}};
 
 template <class E, size_t N>
 E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {

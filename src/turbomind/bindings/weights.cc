@@ -20,13 +20,15 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
-bool IsInBlocks(MatrixFormat format) { return IsQuantized(format) || IsMxfp4(format); }
+bool IsInBlocks(MatrixFormat format) {
+  return format != MatrixFormat::kF32 && format != MatrixFormat::kBF16;
+}
 
 // Returns the bytes of `values` values, without separate scales. REQUIRES: block formats have whole
 // blocks.
 int64_t SourceBytes(MatrixFormat format, int64_t values) {
   const int64_t block_bytes = SourceBlockBytes(format);
-  return IsInBlocks(format) ? values / kQuantBlock * block_bytes
+  return IsInBlocks(format) ? values / SourceBlockCols(format) * block_bytes
                             : values * (block_bytes / kQuantBlock);
 }
 
@@ -36,9 +38,10 @@ void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, in
     throw InvalidArgument(what + " has shape [" + std::to_string(rows) + ", " +
                           std::to_string(cols) + "], but sizes must be 1 to 2^30.");
   }
-  if (IsInBlocks(format) && cols % 32 != 0) {
+  if (const int block = SourceBlockCols(format); IsInBlocks(format) && cols % block != 0) {
     throw InvalidArgument(what + " has " + std::to_string(cols) + " columns, but " +
-                          Name(kMatrixFormats, format) + " needs a multiple of 32.");
+                          Name(kMatrixFormats, format) + " needs a multiple of " +
+                          std::to_string(block) + ".");
   }
 }
 

@@ -39,6 +39,9 @@ struct DeviceCapability {
   bool reads_mapped_files = true;
   // The device computes in FP32 if the option `exact` asks for it.
   bool has_fp32 = true;
+  // The ops compute GGUF's K-quants as they are. If false, the loader converts them to other
+  // formats and PackMatrix refuses them. A CPU has them with scalar code and AVX2.
+  bool has_k_quants = false;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
   // n-gram drafts are on unless the options turn them off: StepCost describes what they cost.

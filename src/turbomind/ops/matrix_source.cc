@@ -47,16 +47,21 @@ int64_t SourceBlockBytes(MatrixFormat format) {
       return 1 + 16;
     case MatrixFormat::kMxfp4Split:
       return 16;
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
+      return SuperBlockBytes(format);
   }
   return 0;
 }
 
 const uint8_t* SourceRow(const MatrixSource& source, int64_t row) {
   const auto* data = static_cast<const uint8_t*>(source.data);
-  if (!IsQuantized(source.format) && !IsMxfp4(source.format)) {
+  if (source.format == MatrixFormat::kF32 || source.format == MatrixFormat::kBF16) {
     return data + row * source.cols * (source.format == MatrixFormat::kF32 ? 4 : 2);
   }
-  return data + row * (source.cols / kQuantBlock) * SourceBlockBytes(source.format);
+  return data +
+         row * (source.cols / SourceBlockCols(source.format)) * SourceBlockBytes(source.format);
 }
 
 void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
@@ -88,6 +93,10 @@ void CheckMatrixSource(const MatrixSource& source) {
         "A quantized matrix has shape " + shape +
         ". The number of columns must be a multiple of 32; expand the matrix to BF16.");
   }
+  if (IsKQuant(source.format) && source.cols % kSuperBlock != 0) {
+    throw InvalidArgument("A matrix in a K-quant has shape " + shape +
+                          ". The number of columns must be a multiple of 256.");
+  }
   if (source.packed && IsMxfp4(source.format)) {
     throw InvalidArgument("A matrix of " + shape +
                           " is marked as packed, but MXFP4 is never packed.");
@@ -110,6 +119,12 @@ void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
     }
   } else if (IsMxfp4(source.format)) {
     DequantizeMxfp4Row(source, row, out);
+  } else if (IsKQuant(source.format)) {
+    for (int64_t c = 0; c < source.cols; c += kSuperBlock) {
+      const SuperBlock block = UnpackSuperBlock(source.format, data);
+      DequantizeSuperBlock(source.format, block, out + c);
+      data += SuperBlockBytes(source.format);
+    }
   } else {
     for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
       DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),

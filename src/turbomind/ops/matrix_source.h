@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "turbomind/core/host_device.h"
+#include "turbomind/ops/k_quants.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
@@ -16,17 +17,31 @@ TM_HD constexpr bool IsQuantized(MatrixFormat format) {
          format == MatrixFormat::kQ8_0;
 }
 
-// Returns the number that is subtracted from unsigned weight codes. kQ4_1 has a minimum instead.
+// Returns whether a block has a minimum, which the kernels add apart from the codes.
+TM_HD constexpr bool HasMinimum(MatrixFormat format) {
+  return format == MatrixFormat::kQ4_1 || format == MatrixFormat::kQ4_K ||
+         format == MatrixFormat::kQ5_K;
+}
+
+// Returns the number that is subtracted from unsigned weight codes.
 TM_HD constexpr int ZeroPoint(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_0 ? 8 : format == MatrixFormat::kQ8_0 ? 128 : 0;
+  return format == MatrixFormat::kQ4_0   ? 8
+         : format == MatrixFormat::kQ8_0 ? 128
+         : format == MatrixFormat::kQ6_K ? 32
+                                         : 0;
 }
 
 // Throws InvalidArgument for sources that no checkpoint can contain: no rows or columns, quantized
-// columns that are not a multiple of 32, and separate scales that do not match the format.
+// columns that are not whole blocks, and separate scales that do not match the format.
 void CheckMatrixSource(const MatrixSource& source);
 
-// Returns the bytes of kQuantBlock values of a row. GGUF's blocks hold fp16 d, for kQ4_1 also fp16
-// m, then the codes.
+// Returns the columns of a block of the source.
+TM_HD constexpr int SourceBlockCols(MatrixFormat format) {
+  return IsKQuant(format) ? kSuperBlock : kQuantBlock;
+}
+
+// Returns the bytes of SourceBlockCols values of a row. GGUF's blocks of 32 hold fp16 d, for kQ4_1
+// also fp16 m, then the codes.
 int64_t SourceBlockBytes(MatrixFormat format);
 
 // Returns the first byte of a row. REQUIRES: a checked source that is not packed, row in [0, rows).

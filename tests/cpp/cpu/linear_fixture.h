@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "turbomind/ops/device.h"
+#include "turbomind/ops/matrix_source.h"
 
 namespace turbomind::testing {
 
@@ -110,6 +111,97 @@ inline Matrix RandomMxfp4(MatrixFormat format, int64_t rows, int64_t cols, uint3
   return m;
 }
 
+// Writes 8 scales and 8 minima of 6 bits as 12 bytes: those of 0 to 3, whose upper bits hold the
+// upper bits of 4 to 7, then the lower nibbles of 4 to 7.
+inline void AppendSixBits(Matrix& m, const uint8_t (&scales)[8], const uint8_t (&minima)[8]) {
+  for (const auto* of : {&scales, &minima}) {
+    for (int i = 0; i < 4; ++i) {
+      m.bytes.push_back(static_cast<uint8_t>((*of)[i] | (*of)[4 + i] >> 4 << 6));
+    }
+  }
+  for (int i = 4; i < 8; ++i) {
+    m.bytes.push_back(static_cast<uint8_t>((scales[i] & 15) | (minima[i] & 15) << 4));
+  }
+}
+
+// Writes the nibbles of 256 codes: a byte holds those of a column and of the one `distance` columns
+// later.
+inline void AppendNibbles(Matrix& m, const uint8_t (&codes)[256], int distance) {
+  for (int i = 0; i < 128; ++i) {
+    const int column = i / distance * 2 * distance + i % distance;
+    m.bytes.push_back(
+        static_cast<uint8_t>((codes[column] & 15) | (codes[column + distance] & 15) << 4));
+  }
+}
+
+// Writes the bits of 256 codes above the lowest four: `bits` from each of the columns that are 32
+// columns apart.
+inline void AppendUpperBits(Matrix& m, const uint8_t (&codes)[256], int bits) {
+  const int columns = 32 * 8 / bits;
+  for (int first = 0; first < 256; first += columns) {
+    for (int i = 0; i < 32; ++i) {
+      int byte = 0;
+      for (int k = 0; k < 8 / bits; ++k) {
+        byte |= codes[first + 32 * k + i] >> 4 << (bits * k);
+      }
+      m.bytes.push_back(static_cast<uint8_t>(byte));
+    }
+  }
+}
+
+// Returns a random number of 8 bits from `from` to 2 * from, or the negative of one.
+inline double RandomFactor(std::mt19937& random, double from) {
+  const double magnitude = from * (128 + static_cast<int>(random() % 128)) / 128;
+  return random() % 2 == 0 ? magnitude : -magnitude;
+}
+
+inline void AppendQ6SuperBlock(Matrix& m, std::mt19937& random) {
+  const double d = RandomFactor(random, 0x1p-14);
+  int8_t scales[16];
+  uint8_t codes[256];
+  for (int8_t& scale : scales) {
+    scale = static_cast<int8_t>(random());  // includes -128
+  }
+  for (int c = 0; c < 256; ++c) {
+    codes[c] = random() % 64;
+    m.values.push_back(d * scales[c / 16] * (codes[c] - 32));
+  }
+  AppendNibbles(m, codes, 64);
+  AppendUpperBits(m, codes, 2);
+  for (int8_t scale : scales) {
+    m.bytes.push_back(static_cast<uint8_t>(scale));
+  }
+  Append(m.bytes, Half(d));
+}
+
+// Appends a super-block whose random scales give values and minima of at most 1.
+inline void AppendSuperBlock(Matrix& m, std::mt19937& random) {
+  if (m.format == MatrixFormat::kQ6_K) {
+    return AppendQ6SuperBlock(m, random);
+  }
+  const bool five = m.format == MatrixFormat::kQ5_K;
+  const double d = RandomFactor(random, 0x1p-14);
+  const double min = RandomFactor(random, 0x1p-8);
+  uint8_t scales[8];
+  uint8_t minima[8];
+  uint8_t codes[256];
+  for (int i = 0; i < 8; ++i) {
+    scales[i] = random() % 64;
+    minima[i] = random() % 64;
+  }
+  for (int c = 0; c < 256; ++c) {
+    codes[c] = random() % (five ? 32 : 16);
+    m.values.push_back(d * scales[c / 32] * codes[c] - min * minima[c / 32]);
+  }
+  Append(m.bytes, Half(d));
+  Append(m.bytes, Half(min));
+  AppendSixBits(m, scales, minima);
+  if (five) {
+    AppendUpperBits(m, codes, 1);
+  }
+  AppendNibbles(m, codes, 32);
+}
+
 inline Matrix RandomMatrix(MatrixFormat format, int64_t rows, int64_t cols, uint32_t seed) {
   if (IsMxfp4(format)) {
     return RandomMxfp4(format, rows, cols, seed);
@@ -133,8 +225,12 @@ inline Matrix RandomMatrix(MatrixFormat format, int64_t rows, int64_t cols, uint
     }
     return m;
   }
-  for (int64_t i = 0; i < rows * cols / 32; ++i) {
-    AppendBlock(m, random);
+  for (int64_t i = 0; i < rows * cols / SourceBlockCols(format); ++i) {
+    if (IsKQuant(format)) {
+      AppendSuperBlock(m, random);
+    } else {
+      AppendBlock(m, random);
+    }
   }
   return m;
 }
@@ -186,9 +282,9 @@ inline double Bound(const Matrix& m, const float* x, int64_t o, bool exact) {
   double rounding = 0;
   for (int64_t c = 0; c < m.cols; ++c) {
     const double w = std::abs(m.values[static_cast<size_t>(o * m.cols + c)]);
-    // Q4_1 adds d · code and the minimum separately, so their magnitudes count instead of the
-    // sum's.
-    magnitude += (w + (m.format == MatrixFormat::kQ4_1 ? 1.0 : 0.0)) * std::abs(x[c]);
+    // The scaled code and the minimum are added separately, so their magnitudes count instead of
+    // the sum's.
+    magnitude += (w + (HasMinimum(m.format) ? 1.0 : 0.0)) * std::abs(x[c]);
     if (exact || m.format == MatrixFormat::kF32) {
       continue;
     }

@@ -546,6 +546,16 @@ TEST_CASE("matrices that cannot be packed are rejected") {
   CHECK(packed->num_bytes() == 512 + 64);
 }
 
+TEST_CASE("K-quants are packed only as FP32") {
+  Gpu gpu;
+  for (MatrixFormat format : {MatrixFormat::kQ4_K, MatrixFormat::kQ5_K, MatrixFormat::kQ6_K}) {
+    const Matrix m = RandomMatrix(format, 4, 256, 1);
+    CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), false), InvalidArgument);
+    const auto packed = CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), true);
+    CHECK(packed->format == MatrixFormat::kF32);
+  }
+}
+
 TEST_CASE("an upload of many chunks arrives complete") {
   Gpu gpu;
   constexpr int64_t kItems = 40;

@@ -62,7 +62,11 @@ class CpuDevice final : public Device {
     }
   }
 
-  DeviceCapability capability() const override { return {}; }
+  DeviceCapability capability() const override {
+    DeviceCapability capability;
+    capability.has_k_quants = dense_.has_k_quants;
+    return capability;
+  }
 
   std::string name() const override {
     const int threads = pool_.num_threads();
@@ -86,6 +90,10 @@ class CpuDevice final : public Device {
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     if (IsMxfp4(source.format) && !exact && !source.packed) {
       return std::make_unique<CpuMxfp4Matrix>(source, arena_, pool_);
+    }
+    if (IsKQuant(source.format) && !exact && !dense_.has_k_quants) {
+      throw InvalidArgument("The instruction set " + isa_ +
+                            " has no kernels for K-quants. Convert the matrix, or use exact.");
     }
     return std::make_unique<CpuPackedMatrix>(source, exact, arena_, pool_);
   }

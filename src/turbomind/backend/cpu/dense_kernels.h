@@ -45,6 +45,8 @@ struct MultiplyArgs {
 };
 
 struct CpuDenseKernels {
+  // The kernels compute K-quants as they are.
+  bool has_k_quants = false;
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
   // Returns the size of a full panel, which is the largest panel.
   int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;

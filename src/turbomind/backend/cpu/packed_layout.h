@@ -11,6 +11,18 @@
 //   kQ4_0  32 columns:  fp16 d[16], then 4 groups of uint8[16][4], low nibbles columns 4g.., high
 //          nibbles 16 + 4g..
 //   kQ4_1  like kQ4_0, with fp16 m[16] after d
+// A tile of a K-quant is a run of super-blocks of 256 columns, which have the bits of 16
+// super-blocks of the checkpoint. Their scales come first, then 8 steps:
+//   kQ4_K  fp16 d[16], fp16 min[16], 8 times uint8[16] (a scale, and the upper 2 bits of the
+//   minimum
+//          << 6), 8 times uint8[8] (the lower 4 bits of the minima of the outputs i and 8 + i). A
+//          step has the codes of kQ4_0.
+//   kQ5_K  like kQ4_K; a step then has uint8[16][4]: bit g of byte i is the fifth bit of column
+//          4g + i
+//   kQ6_K  fp16 d[16], 16 times int8[16], the scales of 16 columns. A step has uint8[2][3][16][4]:
+//   in
+//          each half of the columns, byte i of part g has the code of column 4g + i in its lower 6
+//          bits, and above them the bits 2g and 2g + 1 of the code of column 12 + i.
 // Outputs and columns past the end of the matrix are zero.
 //
 // MXFP4 keeps its stored layout (ops/params.h). Its tiles are 16 rows of the matrix; the last tile
@@ -20,9 +32,11 @@
 // remaining rows. isa/amx/linear.h defines the panels for AMX tiles. A step of a panel:
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
-//   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, for kQ4_1, float
-//              d*sum[R]. An activation is (256 * high + low) * d; a row stores its high bytes, then
-//              its low bytes (with AVX2 and kQ8_0 as int16 pairs: isa/linear/linear_avx2.h)
+//   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, for formats with
+//              minima, float d*sum[R]. kQ6_K has int32[2][R], one for each 16 columns. An
+//              activation is (256 * high + low) * d; a row stores its high bytes, then its low
+//              bytes (with AVX2 and kQ8_0, kQ5_K and kQ6_K as int16 pairs:
+//              isa/linear/linear_avx2.h)
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
 //              byte j: the factor of the low nibble of the stored byte j, then of the high one),
 //              float d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns
@@ -49,9 +63,14 @@ inline constexpr int kMxTileBlockBytes = 320;  // 16 outputs, if a kernel transp
 inline constexpr int kMxZeroPoint = 12;        // the lookup table holds 2 * E2M1 + 12, 0 to 24
 inline constexpr int kPanelRows = 12;          // 12 sums and 12 accumulators fit in 32 registers
 
+// Returns whether the activations are quantized in blocks of 32 columns.
+TM_HD constexpr bool HasQuantPanels(MatrixFormat format) {
+  return IsQuantized(format) || IsKQuant(format);
+}
+
 TM_HD constexpr int StepCols(MatrixFormat format) {
   return IsMxfp4(format)                 ? kMxStepBlocks * kQuantBlock
-         : IsQuantized(format)           ? kQuantBlock
+         : HasQuantPanels(format)        ? kQuantBlock
          : format == MatrixFormat::kBF16 ? 2
                                          : 1;
 }
@@ -60,7 +79,8 @@ TM_HD constexpr int64_t NumSteps(MatrixFormat format, int64_t cols) {
   return (cols + StepCols(format) - 1) / StepCols(format);
 }
 
-// Bytes of the scales (and minima) at the start of each step of a tile.
+// Bytes of the scales (and minima) at the start of each step of a tile. Those of a K-quant are at
+// the start of a super-block.
 TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
   return format == MatrixFormat::kQ4_1 ? 64 : IsQuantized(format) ? 32 : 0;
 }
@@ -75,11 +95,32 @@ TM_HD constexpr int TileStepBytes(MatrixFormat format) {
       return TileMetaBytes(format) + 256;
     case MatrixFormat::kQ8_0:
       return TileMetaBytes(format) + 512;
+    case MatrixFormat::kQ4_K:
+      return 256;
+    case MatrixFormat::kQ5_K:
+      return 256 + 64;
+    case MatrixFormat::kQ6_K:
+      return 256 + 128;
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
       break;
   }
   return 0;
+}
+
+// The offsets in a super-block of a tile.
+inline constexpr int kKSteps = kSuperBlock / kQuantBlock;
+inline constexpr int kKMinAt = 2 * kTileRows;
+inline constexpr int kKScalesAt = 4 * kTileRows;
+inline constexpr int kKMinimaAt = kKScalesAt + kKSteps * kTileRows;
+inline constexpr int kQ6ScalesAt = 2 * kTileRows;
+inline constexpr int kFifthBitsAt = 256;  // in a step of kQ5_K
+TM_HD constexpr int KCodesAt(MatrixFormat format) {
+  return format == MatrixFormat::kQ6_K ? kQ6ScalesAt + 2 * kKSteps * kTileRows
+                                       : kKMinimaAt + kKSteps * kTileRows / 2;
+}
+TM_HD constexpr int TileSuperBlockBytes(MatrixFormat format) {
+  return KCodesAt(format) + kKSteps * TileStepBytes(format);
 }
 
 // Bytes of one MXFP4 row without separate scales.
@@ -91,6 +132,9 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   if (IsMxfp4(format)) {
     return kTileRows * MxRowBytes(format, cols);
   }
+  if (IsKQuant(format)) {
+    return cols / kSuperBlock * TileSuperBlockBytes(format);
+  }
   return NumSteps(format, cols) * TileStepBytes(format);
 }
 
@@ -100,7 +144,10 @@ TM_HD constexpr int64_t PackedBytes(MatrixFormat format, int64_t rows, int64_t c
 }
 
 TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
-  return rows * (IsMxfp4(format) ? kMxPanelRowBytes : IsQuantized(format) ? kQuantRowBytes + 8 : 4);
+  return rows * (IsMxfp4(format)                 ? kMxPanelRowBytes
+                 : format == MatrixFormat::kQ6_K ? kQuantRowBytes + 12
+                 : HasQuantPanels(format)        ? kQuantRowBytes + 8
+                                                 : 4);
 }
 
 TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) {
@@ -111,6 +158,12 @@ static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
 static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));
 static_assert(TileBytes(MatrixFormat::kQ8_0, 32) == 512 + 32);
 static_assert(TileBytes(MatrixFormat::kBF16, 5) == 3 * 64);
+static_assert(TileBytes(MatrixFormat::kQ4_K, 512) == 2 * kTileRows * 144);
+static_assert(TileBytes(MatrixFormat::kQ5_K, 512) == 2 * kTileRows * 176);
+static_assert(TileBytes(MatrixFormat::kQ6_K, 512) == 2 * kTileRows * 210);
+// No load of 32 bytes crosses a cache line.
+static_assert(KCodesAt(MatrixFormat::kQ5_K) % 32 == 0 && KCodesAt(MatrixFormat::kQ6_K) % 32 == 0);
+static_assert(TileSuperBlockBytes(MatrixFormat::kQ6_K) % 32 == 0);
 static_assert(TileBytes(MatrixFormat::kMxfp4, 2880) == 16 * 90 * 17);
 static_assert(PanelBytes(MatrixFormat::kMxfp4Split, 2880, 1) == 23 * 384);
 

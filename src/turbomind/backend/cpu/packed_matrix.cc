@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/backend/cpu/k_quant_tiles.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/float_convert.h"
@@ -65,6 +66,8 @@ void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, fl
   for (int lane = 0; lane < lanes; ++lane) {
     if (IsQuantized(format)) {
       PackQuantRow(source, first + lane, lane, tile);
+    } else if (IsKQuant(format)) {
+      PackKQuantRow(source, first + lane, lane, tile);
     } else if (format == MatrixFormat::kBF16) {
       PackBF16Row(source, first + lane, lane, tile);
     } else {
@@ -185,6 +188,9 @@ void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
       out[c] = LoadAs(codes + c / 2 * 64 + 2 * (c % 2), DataType::kBFloat16, 0);
     }
     return;
+  }
+  if (IsKQuant(format)) {
+    return ReadKQuantRow(format, first, lane, cols, out);
   }
   const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
   const uint8_t* meta = first + 2 * lane;

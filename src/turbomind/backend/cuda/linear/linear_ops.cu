@@ -298,6 +298,10 @@ void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, Cub
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
       return RunFormat<MatrixFormat::kMxfp4>(ctx, params, outputs, library);
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
+      throw InternalError("a K-quant must be rejected when it is packed");
   }
 }
 
@@ -413,6 +417,10 @@ void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
       return Launch(EmbedKernel<MatrixFormat::kMxfp4>, shape, ctx.stream, kernel);
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
+      throw InternalError("a K-quant must be rejected when it is packed");
   }
 }
 

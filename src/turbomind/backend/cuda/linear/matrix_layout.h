@@ -46,6 +46,9 @@ TM_HD constexpr int UnitCols(MatrixFormat format) {
     case MatrixFormat::kQ4_1:
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
+    case MatrixFormat::kQ4_K:  // K-quants are never packed for a GPU
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
       break;
   }
   return 64;
@@ -64,6 +67,9 @@ TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
     case MatrixFormat::kQ8_0:
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
       break;
   }
   return 2;

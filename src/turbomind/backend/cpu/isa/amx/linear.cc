@@ -444,6 +444,9 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<MatrixFormat::kMxfp4Split>(args);
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
       return avx512::Multiply(args);
   }
 }

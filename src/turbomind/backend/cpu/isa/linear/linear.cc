@@ -9,10 +9,13 @@
 #include "turbomind/backend/cpu/packed_layout.h"
 
 #if defined(TM_ISA_avx512)
+#include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
 #elif defined(TM_ISA_avx2)
+#include "turbomind/backend/cpu/isa/linear/k_quants_avx2.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx2.h"
 #else
+#include "turbomind/backend/cpu/isa/linear/k_quants_scalar.h"
 #include "turbomind/backend/cpu/isa/linear/linear_scalar.h"
 #endif
 
@@ -33,10 +36,23 @@ TM_HD uint16_t ToBF16(float x) {
                                   : static_cast<uint16_t>(rounded);
 }
 
+// Returns the sum of the first 16 codes of a row from QuantizeBlock.
+TM_HD int32_t SumOfHalf(const uint8_t* row) {
+  int32_t sum = 0;
+  for (int i = 0; i < kQuantBlock / 2; ++i) {
+    sum += static_cast<int8_t>(row[i]) * 256 + static_cast<int8_t>(row[kQuantBlock + i]);
+  }
+  return sum;
+}
+
+TM_HD void StoreOffset(MatrixFormat format, int32_t sum, uint8_t* to) {
+  const int32_t offset = -ZeroPoint(format) * sum;
+  __builtin_memcpy(to, &offset, sizeof(offset));
+}
+
 void PackQuantPanel(const PackPanelArgs& a) {
   const int rows = a.num_rows;
   const int64_t steps = NumSteps(a.format, a.cols);
-  const int32_t zero_point = ZeroPoint(a.format);
   for (int r = 0; r < rows; ++r) {
     const float* x = RowToPack(a, r);
     for (int64_t s = 0; s < steps; ++s) {
@@ -46,14 +62,17 @@ void PackQuantPanel(const PackPanelArgs& a) {
       uint8_t* row = step + r * kQuantRowBytes;
       int32_t sum;
       const float scale = QuantizeBlock(x + s * kQuantBlock, reinterpret_cast<int8_t*>(row), sum);
-      ArrangeRow(a.format, row);
       StoreFloat(scale, scales + 4 * r);
-      if (a.format == MatrixFormat::kQ4_1) {
+      if (HasMinimum(a.format)) {
         StoreFloat(scale * static_cast<float>(sum), offsets + 4 * r);
+      } else if (a.format == MatrixFormat::kQ6_K) {
+        const int32_t first = SumOfHalf(row);
+        StoreOffset(a.format, first, offsets + 4 * r);
+        StoreOffset(a.format, sum - first, offsets + 4 * (rows + r));
       } else {
-        const int32_t offset = -zero_point * sum;
-        __builtin_memcpy(offsets + 4 * r, &offset, sizeof(offset));
+        StoreOffset(a.format, sum, offsets + 4 * r);
       }
+      ArrangeRow(a.format, row);
     }
   }
 }
@@ -93,19 +112,28 @@ TileRun RunAt(const MultiplyArgs& a, int tile, int row) {
   return run;
 }
 
+template <MatrixFormat F, int R, int T>
+void MultiplyRun(const TileRun& run) {
+  if constexpr (IsKQuant(F)) {
+    MultiplyKTile<F, R>(run);
+  } else {
+    MultiplyTiles<F, R, T>(run);
+  }
+}
+
 // Multiplies all tiles with the last panel, which has R rows.
 template <MatrixFormat F, int R>
 void MultiplyPanel(const MultiplyArgs& a, int row) {
-  constexpr int kTiles = kTilesAtOnce<R>;
+  constexpr int kTiles = IsKQuant(F) ? 1 : kTilesAtOnce<R>;
   int tile = 0;
   for (; tile + kTiles <= a.num_tiles; tile += kTiles) {
     TileRun run = RunAt<F>(a, tile, row);
     run.next = run.tile + kPrefetchBytes;
-    MultiplyTiles<F, R, kTiles>(run);
+    MultiplyRun<F, R, kTiles>(run);
   }
   if constexpr (kTiles > 1) {
     for (; tile < a.num_tiles; ++tile) {
-      MultiplyTiles<F, R, 1>(RunAt<F>(a, tile, row));
+      MultiplyRun<F, R, 1>(RunAt<F>(a, tile, row));
     }
   }
 }
@@ -117,13 +145,15 @@ void MultiplyFormat(const MultiplyArgs& a) {
     for (int row = 0; row < full_rows; row += kPanelRows) {
       TileRun run = RunAt<F>(a, tile, row);
       run.next = row == 0 ? run.tile + run.tile_bytes : run.tile;
-      MultiplyTiles<F, kPanelRows, 1>(run);
+      MultiplyRun<F, kPanelRows, 1>(run);
     }
   }
   WithRows(a.num_rows - full_rows, [&]<int R>() { MultiplyPanel<F, R>(a, full_rows); });
 }
 
 }  // namespace
+
+bool ComputesKQuants() { return kComputesKQuants; }
 
 void PackPanel(const PackPanelArgs& args) {
   switch (args.format) {
@@ -134,6 +164,9 @@ void PackPanel(const PackPanelArgs& args) {
     case MatrixFormat::kQ4_0:
     case MatrixFormat::kQ4_1:
     case MatrixFormat::kQ8_0:
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
       return PackQuantPanel(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
@@ -157,6 +190,12 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<MatrixFormat::kQ4_1>(args);
     case MatrixFormat::kQ8_0:
       return MultiplyFormat<MatrixFormat::kQ8_0>(args);
+    case MatrixFormat::kQ4_K:
+      return MultiplyFormat<MatrixFormat::kQ4_K>(args);
+    case MatrixFormat::kQ5_K:
+      return MultiplyFormat<MatrixFormat::kQ5_K>(args);
+    case MatrixFormat::kQ6_K:
+      return MultiplyFormat<MatrixFormat::kQ6_K>(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
       return MultiplyMxfp4(args);

@@ -41,10 +41,16 @@ TM_HD __m256i LoadCodes(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// Rearranges a row of a step from QuantizeBlock's layout to DotRow's. kQ8_0 uses int16: of four
-// adjacent columns, the first and the third come first, then the second and the fourth.
+// Returns whether codes are multiplied as int16, because they have more than 4 bits.
+TM_HD constexpr bool UsesShorts(MatrixFormat format) {
+  return format == MatrixFormat::kQ8_0 || format == MatrixFormat::kQ5_K ||
+         format == MatrixFormat::kQ6_K;
+}
+
+// Rearranges a row of a step from QuantizeBlock's layout to DotRow's. For int16, the first and the
+// third of four adjacent columns come first, then the second and the fourth.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
-  if (format != MatrixFormat::kQ8_0) {
+  if (!UsesShorts(format)) {
     return;
   }
   int16_t pairs[kQuantBlock];
@@ -105,17 +111,22 @@ TM_HD __m256i JoinHalves(__m256i high, __m256i low) {
                           _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
 }
 
+// Returns Σ code * activation over 16 columns, for one row of int16.
+TM_HD __m256i DotShorts(const HalfCodes& codes, const uint8_t* a) {
+  __m256i sum = _mm256_madd_epi16(codes.v[0], Broadcast32(a));
+#pragma GCC unroll 8
+  for (int i = 1; i < 8; ++i) {
+    AddShorts(sum, codes.v[i], a + 4 * i);
+  }
+  return sum;
+}
+
 // Returns Σ code * activation over the columns of a pass, for one row. With 4-bit codes, the sums
 // of pairs stay within 8 * 2 * 15 * 127 < 2^15.
 template <MatrixFormat F>
 TM_HD __m256i DotRow(const HalfCodes& codes, const uint8_t* a) {
   if constexpr (F == MatrixFormat::kQ8_0) {
-    __m256i sum = _mm256_madd_epi16(codes.v[0], Broadcast32(a));
-#pragma GCC unroll 8
-    for (int i = 1; i < 8; ++i) {
-      AddShorts(sum, codes.v[i], a + 4 * i);
-    }
-    return sum;
+    return DotShorts(codes, a);
   } else {
     __m256i high = _mm256_maddubs_epi16(codes.v[0], Broadcast32(a));
     __m256i low = _mm256_maddubs_epi16(codes.v[0], Broadcast32(a + kQuantBlock));

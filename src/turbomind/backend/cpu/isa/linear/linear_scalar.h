@@ -64,6 +64,13 @@ TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, f
   }
 }
 
+// Writes one output of row r.
+TM_HD void StoreOutput(const TileRun& run, int r, int64_t output, float acc) {
+  float* y = run.y + r * run.y_stride + output;
+  const float out = run.bias != nullptr ? acc + run.bias[output] : acc;
+  *y = run.accumulate ? out + *y : out;
+}
+
 template <MatrixFormat F, int R, int T>
 void MultiplyTiles(const TileRun& run) {
   static_assert(T == 1);
@@ -75,9 +82,7 @@ void MultiplyTiles(const TileRun& run) {
         acc = AddStep<F, R>(run.tile + s * TileStepBytes(F), output,
                             run.panel + s * PanelStepBytes(F, R), r, acc);
       }
-      float* y = run.y + r * run.y_stride + output;
-      const float out = run.bias != nullptr ? acc + run.bias[output] : acc;
-      *y = run.accumulate ? out + *y : out;
+      StoreOutput(run, r, output, acc);
     }
   }
 }
