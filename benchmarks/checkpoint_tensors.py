@@ -32,10 +32,17 @@ BLOCK = 32  # values of a block of Q8_0, Q4_0 and MXFP4
 # Bytes of a block. MXFP4 has an exponent, then codes; E2M1 and E8M0 are the codes and the exponents
 # alone.
 BLOCK_BYTES = {"F32": 128, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "MXFP4": 17, "E2M1": 16, "E8M0": 32}
+SUPER_BLOCK = 256  # values of a block of the K-quants
+SUPER_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+# The mixtures of llama.cpp: the format of most matrices, and that of the matrices with more bits.
+MIXTURES = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "Q6_K": ("Q6_K", "Q6_K")}
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_STD = math.sqrt(sum(value * value for value in E2M1_MAGNITUDES) / 8)
 INT8_STD = math.sqrt((127 * 128 * 255 / 3 + 127 * 127) / 256)  # -127..127, -127 twice
 INT4_STD = math.sqrt(sum((code - 8) ** 2 for code in range(16)) / 16)
+# The scales of K-quants are the upper half of their range: 32 to 63, and 64 to 127 in Q6_K.
+K_SCALE_RMS = math.sqrt(sum(scale**2 for scale in range(32, 64)) / 32)
+Q6_SCALE_RMS = math.sqrt(sum(scale**2 for scale in range(64, 128)) / 64)
 EXPONENT_BIAS = 127
 LOGIT_STD, SMALL_STD = 2.0, 0.1
 
@@ -58,7 +65,10 @@ class RandomTensor:
     @property
     def num_bytes(self) -> int:
         """Return the bytes in the file."""
-        return math.prod(self.shape) * BLOCK_BYTES[self.encoding] // BLOCK
+        values = math.prod(self.shape)
+        if self.encoding in SUPER_BLOCK_BYTES:
+            return values // SUPER_BLOCK * SUPER_BLOCK_BYTES[self.encoding]
+        return values * BLOCK_BYTES[self.encoding] // BLOCK
 
     def pieces(self, seed: int) -> Iterator[Bytes]:
         """Yield the bytes in order, PIECE_VALUES values at a time."""
@@ -75,6 +85,8 @@ class RandomTensor:
                 yield random_bytes(rng, count // 2)
             elif self.encoding == "E8M0":
                 yield self._exponents(rng, count)
+            elif self.encoding in SUPER_BLOCK_BYTES:
+                yield self._super_blocks(rng, count // SUPER_BLOCK).reshape(-1)
             else:
                 yield self._blocks(rng, count // BLOCK).reshape(-1)
 
@@ -104,6 +116,29 @@ class RandomTensor:
             blocks[:, 2:] = random_bytes(rng, count * 16).reshape(-1, 16)
         return blocks
 
+    def _super_blocks(self, rng: np.random.Generator, count: int) -> Bytes:
+        """Return super-blocks with random codes and scales, one per row.
+
+        In Q4_K and Q5_K, the minima equal the scales, and their factor is that of the mean code.
+        Scales of Q6_K have random signs. The mean is thus zero.
+        """
+        size = SUPER_BLOCK_BYTES[self.encoding]
+        blocks = random_bytes(rng, count * size).reshape(count, size)
+        if self.encoding == "Q6_K":
+            magnitudes = (blocks[:, 192:208] & 63 | 64).astype(np.int8)
+            signed = np.where(blocks[:, 192:208] & 64, -magnitudes, magnitudes)
+            blocks[:, 192:208] = signed.view(np.uint8)
+            d = self.std / Q6_SCALE_RMS / math.sqrt((64**2 - 1) / 12 + 0.25)
+            blocks[:, 208:] = np.array([d], np.float16).view(np.uint8)
+            return blocks
+        scales = random_bytes(rng, count * 8).reshape(count, 8) & 31 | 32
+        blocks[:, 4:8] = blocks[:, 8:12] = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+        blocks[:, 12:16] = (scales[:, 4:] & 15) * 0x11
+        codes = 16 if self.encoding == "Q4_K" else 32
+        d = self.std / K_SCALE_RMS / math.sqrt((codes**2 - 1) / 12)
+        blocks[:, :4] = np.array([d, d * (codes - 1) / 2], np.float16).view(np.uint8)
+        return blocks
+
     def _exponents(self, rng: np.random.Generator, count: int) -> Bytes:
         """Return two consecutive exponents, mixed so that the mean square is std²."""
         unit = math.log2(self.std / E2M1_STD)
@@ -121,7 +156,10 @@ def random_bytes(rng: np.random.Generator, count: int) -> Bytes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a model in one file format. `matrices` is the encoding of most of them."""
+    """The tensors of a model in one file format.
+
+    `matrices` is the encoding of most of them, or one of MIXTURES.
+    """
 
     family: ModelFamily
     config: DecoderConfig
@@ -175,7 +213,7 @@ class Layout:
             yield RandomTensor(place.name.format(i=layer), (*blocks, BLOCK), "E2M1", std)
             yield RandomTensor(place.scales.format(i=layer), blocks, "E8M0", std)
             return
-        encoding = self._encoding(kind, shape)
+        encoding = self._encoding(kind, shape, layer=layer)
         if self.is_gguf and shape[0] == 1:
             shape = shape[1:]
         shape = (count, *shape) if place.stacked else shape
@@ -193,12 +231,32 @@ class Layout:
         deviation: float = tensor_shapes(self.config)[kind][-1] ** -0.5
         return deviation * (LOGIT_STD if kind in ("embedding", "head") else 1.0)
 
-    def _encoding(self, kind: str, shape: tuple[int, ...]) -> str:
+    def _encoding(self, kind: str, shape: tuple[int, ...], *, layer: int) -> str:
         if not self.is_gguf:
             return "BF16"
         if len(shape) < 2 or kind.endswith("router") or shape[-1] % BLOCK:
             return "F32"
-        return "MXFP4" if kind.startswith("experts.") and has_mxfp4(self.family) else self.matrices
+        if kind.startswith("experts.") and has_mxfp4(self.family):
+            return "MXFP4"
+        if self.matrices not in MIXTURES:
+            return self.matrices
+        if shape[-1] % SUPER_BLOCK:
+            raise ValueError(
+                f"{kind} has {shape[-1]} columns; {self.matrices} needs a multiple of "
+                f"{SUPER_BLOCK}."
+            )
+        usual, more = MIXTURES[self.matrices]
+        return more if self._has_more_bits(kind, layer) else usual
+
+    def _has_more_bits(self, kind: str, layer: int) -> bool:
+        """Return whether llama.cpp's mixtures give a matrix more bits."""
+        if kind == "head" or (kind == "embedding" and self.config.tied_head):
+            return True
+        if kind.removeprefix("experts.") not in ("v", "down"):
+            return False
+        count = self.config.num_layers
+        first = count // 8
+        return layer < first or layer >= 7 * count // 8 or (layer - first) % 3 == 2
 
 
 def has_mxfp4(family: ModelFamily) -> bool:

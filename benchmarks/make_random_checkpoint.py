@@ -3,6 +3,7 @@
     python benchmarks/make_random_checkpoint.py gpt-oss-20b OUT_FOLDER
     python benchmarks/make_random_checkpoint.py gpt-oss-20b OUT.gguf --format gguf
     python benchmarks/make_random_checkpoint.py llama-3.2-1b OUT.gguf --format gguf --type q4_0
+    python benchmarks/make_random_checkpoint.py llama-3.2-1b OUT.gguf --format gguf --type q4_k_m
     python benchmarks/make_random_checkpoint.py path/to/config.json OUT_FOLDER --layers 2
 
 The result loads like the real checkpoint: names, shapes, formats, a tokenizer of the same size and
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from checkpoint_tensors import Layout, RandomTensor, has_mxfp4
+from checkpoint_tensors import MIXTURES, Layout, RandomTensor, has_mxfp4
 from random_tokenizer import RandomTokenizer
 from results import write_json
 
@@ -129,9 +130,10 @@ def write_safetensors(path: Path, tensors: Sequence[RandomTensor], *, seed: int)
 
 
 def write_gguf(model: Model, path: Path, *, encoding: str) -> None:
-    """Write a GGUF file in the layout of llama.cpp's converter, matrices in Q8_0 or Q4_0.
+    """Write a GGUF file in the layout of llama.cpp's converter, matrices in `encoding`.
 
-    Raise ValueError for a mixture of dense layers and experts, which GGUF cannot hold.
+    Raise ValueError for a mixture of dense layers and experts, which GGUF cannot hold, and for
+    columns that the encoding cannot hold.
     """
     import gguf
 
@@ -226,7 +228,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("output", type=Path, help="folder (safetensors) or file (gguf) to make")
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors")
     parser.add_argument(
-        "--type", choices=("q8_0", "q4_0"), help="of a GGUF file's matrices (default: q8_0)"
+        "--type",
+        choices=("q8_0", "q4_0", *map(str.lower, MIXTURES)),
+        help="of a GGUF file's matrices (default: q8_0)",
     )
     parser.add_argument("--layers", type=int, help="write only the first N layers")
     parser.add_argument("--seed", type=int, default=0)

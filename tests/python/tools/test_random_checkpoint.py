@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import make_random_checkpoint as maker
 import numpy as np
 import pytest
-from checkpoint_tensors import RandomTensor
+from checkpoint_tensors import MIXTURES, SUPER_BLOCK_BYTES, RandomTensor
 
 CONFIGS = maker.named_configs()
 TINY: dict[str, Any] = {
@@ -108,17 +109,30 @@ def test_random_checkpoint_generates_in_engine_and_llama_cpp(name: str, tmp_path
     assert len(set(tokens)) > 1 and all(0 <= token < 640 for token in tokens)
 
 
-@pytest.mark.parametrize("encoding", ["MXFP4", "Q8_0", "Q4_0", "BF16"])
+@pytest.mark.parametrize("encoding", ["MXFP4", "Q8_0", "Q4_0", "BF16", *SUPER_BLOCK_BYTES])
 def test_random_tensor_has_the_given_standard_deviation(encoding: str) -> None:
     import gguf
 
-    tensor = RandomTensor("t", (2048, 288), encoding, 0.0186)
+    columns = 512 if encoding in SUPER_BLOCK_BYTES else 288
+    tensor = RandomTensor("t", (2048, columns), encoding, 0.0186)
     data = np.concatenate(list(tensor.pieces(0))).reshape(2048, -1)
     assert data.nbytes == tensor.num_bytes
     values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[encoding])
     assert values.shape == tensor.shape
     assert values.std() == pytest.approx(tensor.std, rel=STD_TOLERANCE)
     assert abs(values.mean()) < STD_TOLERANCE * tensor.std
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_random_checkpoint_mixture_has_the_formats_of_llama_cpp(mixture: str) -> None:
+    layout = replace(maker.make_model("llama-3.2-1b", layers=None, seed=0).layout, matrices=mixture)
+    usual, more = MIXTURES[mixture]
+    matrices = {tensor.name: tensor.encoding for tensor in layout.tensors() if tensor.std}
+    assert set(matrices.values()) == {usual, more}
+    assert matrices["token_embd.weight"] == more  # also the head
+    of_down = [matrices[f"blk.{layer}.ffn_down.weight"] == more for layer in range(16)]
+    assert all(of_down) if usual == more else sum(of_down) == 8
+    assert all(matrices[f"blk.{layer}.ffn_up.weight"] == usual for layer in range(16))
 
 
 def test_random_checkpoint_fewer_layers_equal_the_first_layers(tmp_path: Path) -> None:
