@@ -3,7 +3,10 @@
 Conversion goes through chunks of rows, which bounds its memory.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +19,10 @@ from lmdeploy.checkpoint.files.tensor_file import (
     row_bytes,
 )
 from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
-from lmdeploy.checkpoint.tensor_plan import PlannedTensor
+from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import DeviceCapability
 
 # Raise it when the output of a converter changes: the weight cache then packs every model again.
 # tests/python/checkpoint/test_convert.py fails until it is raised.
@@ -24,10 +30,25 @@ WEIGHT_CACHE_VERSION = 2
 # The engine computes these formats as stored. Formats in REPACKED and _ROUNDED keep about as many
 # bits as in the file, and the others become BF16. With `exact`, all but _RAW_FORMATS become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+# These are computed as stored by devices with kernels for them, and converted for others.
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 _ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K")  # become Q8_0
 # Formats of experts that the engine reads from the mapped file.
 MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
 _CHUNK_VALUES = 1 << 20
+
+
+def for_device(checkpoint: Checkpoint, capability: DeviceCapability) -> Checkpoint:
+    """Return the checkpoint with `as_stored` set where the device computes a format as it is."""
+    if not capability.has_k_quants:
+        return checkpoint
+    tensors = [
+        replace(planned, tensor=replace(planned.tensor, as_stored=True))
+        if planned.tensor.format in K_QUANTS
+        else planned
+        for planned in checkpoint.tensors
+    ]
+    return replace(checkpoint, tensors=tuple(tensors))
 
 
 def engine_format(tensor: StoredTensor, exact: bool) -> str:
@@ -36,6 +57,8 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
         return _RAW_FORMATS[tensor.format]
     if exact and tensor.format != "BF16":
         return "f32"
+    if tensor.as_stored:
+        return tensor.format.lower()
     if tensor.matrix is not None:
         return tensor.matrix.kind
     if tensor.format in REPACKED:
@@ -86,7 +109,7 @@ def matrix_for_engine(
             _separate_halves(rows, interleaved_heads, rotated=interleaved_rows)
         )
 
-    if tensor.format in _RAW_FORMATS:
+    if tensor.format in _RAW_FORMATS or (tensor.as_stored and kind != "f32"):
         return kind, ordered(stored)
     if tensor.format == "BF16":
         halves = stored.view("<u2")

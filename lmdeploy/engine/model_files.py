@@ -13,7 +13,7 @@ from lmdeploy.base.files import read_json_object
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
-from lmdeploy.checkpoint.convert import engine_bytes, engine_format
+from lmdeploy.checkpoint.convert import engine_bytes, engine_format, for_device
 from lmdeploy.checkpoint.fingerprint import FileIdentities, identify_files
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.kv_scales import KvScales
@@ -219,6 +219,7 @@ def open_files(
         checkpoint = _with_dynamic_rope(checkpoint, changes.rope_factor)
     if formats := parse_weight_format(changes.weight_format):
         checkpoint = with_weight_format(checkpoint, formats, text=str(changes.weight_format))
+    checkpoint = for_device(checkpoint, capability)
     info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
     return ModelFiles(info, checkpoint, files, exact, copied)
 

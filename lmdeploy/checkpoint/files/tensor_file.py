@@ -115,6 +115,7 @@ class StoredTensor:
     matrix: QuantizedMatrix | None = None  # for a quantization method
     # (groups, first, count): `raw` has more rows than the tensor, see take_of_groups.
     rows_of_groups: tuple[int, int, int] | None = None
+    as_stored: bool = False  # the device computes the format as it is
 
     @property
     def rows(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint_tensors import SUPER_BLOCK_BYTES, RandomTensor
 from tiny_models import byte_tokenizer
 
 ARCHITECTURES = {
@@ -64,6 +65,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the model and return the values that a reader must get, by Hugging Face name.
 
+    Matrices in K-quants are random and have the standard deviation of the model's.
     `tensors_per_part` above 0 writes several parts.
     """
     config = model.config
@@ -129,11 +131,22 @@ def _write(
         writer.add_tensor(gguf_name(name), ordered)
         return values
     kind = gguf.GGMLQuantizationType[weight_format]
+    if weight_format in SUPER_BLOCK_BYTES:  # the package cannot quantize to them
+        plain = random_rows(name, values, weight_format)
+        raw = interleave(plain, num_heads) if num_heads else plain
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+        return gguf.quants.dequantize(plain, kind).reshape(values.shape)
     raw = gguf.quants.quantize(np.ascontiguousarray(ordered), kind)
     writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
     # Quantization works on each row alone, so it does not depend on the row order.
     plain = gguf.quants.quantize(np.ascontiguousarray(values), kind)
     return gguf.quants.dequantize(plain, kind).reshape(values.shape)
+
+
+def random_rows(name: str, values: np.ndarray, weight_format: str) -> np.ndarray:
+    """Return random K-quants [rows, bytes] with the shape and standard deviation of the values."""
+    tensor = RandomTensor(name, values.shape, weight_format, float(values.std()))
+    return np.concatenate(list(tensor.pieces(0))).reshape(len(values), -1)
 
 
 def write_tokenizer(writer: Any) -> None:
