@@ -13,14 +13,12 @@
 //   kQ4_1  like kQ4_0, with fp16 m[16] after d
 // A tile of a K-quant is a run of super-blocks of 256 columns, which have the bits of 16
 // super-blocks of the checkpoint. Their scales come first, then 8 steps:
-//   kQ4_K  fp16 d[16], fp16 min[16], 8 times uint8[16] (a scale, and the upper 2 bits of the
-//   minimum
-//          << 6), 8 times uint8[8] (the lower 4 bits of the minima of the outputs i and 8 + i). A
-//          step has the codes of kQ4_0.
+//   kQ4_K  fp16 d[16], fp16 min[16], uint8[8][16] (scale + 64 * the upper 2 bits of the minimum),
+//          uint8[8][8] (the lower 4 bits of the minima of the outputs i and 8 + i). A step has the
+//          codes of kQ4_0.
 //   kQ5_K  like kQ4_K; a step then has uint8[16][4]: bit g of byte i is the fifth bit of column
 //          4g + i
-//   kQ6_K  fp16 d[16], 16 times int8[16], the scales of 16 columns. A step has uint8[2][3][16][4]:
-//   in
+//   kQ6_K  fp16 d[16], int8[16][16], the scales of 16 columns. A step has uint8[2][3][16][4]: for
 //          each half of the columns, byte i of part g has the code of column 4g + i in its lower 6
 //          bits, and above them the bits 2g and 2g + 1 of the code of column 12 + i.
 // Outputs and columns past the end of the matrix are zero.
