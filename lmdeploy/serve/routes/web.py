@@ -27,7 +27,7 @@ _FILES = {
     for path in Path(__file__).resolve().parents[1].joinpath("web").iterdir()
     if path.suffix in _TYPES
 }
-PUBLIC_PATHS = ("/", *(f"/web/{name}" for name in _FILES))
+PUBLIC_PATHS = ("/", "/favicon.ico", *(f"/web/{name}" for name in _FILES))
 
 # The page loads only its own files and sends requests only to this server. It has no inline script
 # or style, and Trusted Types stop it from turning any text into HTML.
@@ -55,6 +55,12 @@ async def page(request: Request) -> FileResponse:
 async def page_file(request: Request, name: str) -> FileResponse:
     """Return a script, the style sheet or the icon of the web page."""
     return _file(request, name)
+
+
+@router.get("/favicon.ico", include_in_schema=False)
+async def favicon(request: Request) -> FileResponse:
+    """Return the icon. Browsers ask for this name if they have not read the page's link yet."""
+    return _file(request, "icon.svg")
 
 
 def _file(request: Request, name: str) -> FileResponse:

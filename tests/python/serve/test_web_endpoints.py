@@ -113,7 +113,7 @@ def test_render_markdown_refuses_long_texts_and_huge_tables(url):
 
 
 def test_page_allows_only_its_own_files(url):
-    for name in ("", *(f"web/{path.name}" for path in WEB.iterdir())):
+    for name in ("", "favicon.ico", *(f"web/{path.name}" for path in WEB.iterdir())):
         reply = httpx.get(f"{url}/{name}")
         assert reply.status_code == 200
         assert reply.headers["x-content-type-options"] == "nosniff"
@@ -147,7 +147,7 @@ def test_page_files_name_no_other_host():
 
 def test_only_the_page_is_public():
     with serving(make_engine(), api_keys=["secret"]) as url:
-        for path in ("/", "/web/main.js"):
+        for path in ("/", "/web/main.js", "/favicon.ico"):
             assert httpx.get(url + path).status_code == 200
         for path in ("/v1/engine/stats", "/web/no.js", "/web/", "//", "/web/main.js/"):
             assert httpx.get(url + path).status_code == 401

@@ -80,7 +80,7 @@ class Tab:
 
     def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.errors.append(message.text)
+            self.errors.append(f"{message.text} {message.location['url']}")
 
     def _on_request(self, request: Any) -> None:
         if not request.url.startswith((self.url, "data:")):
