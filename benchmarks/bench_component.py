@@ -17,6 +17,7 @@ import ctypes
 import json
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,9 +257,36 @@ async def read_prompt(pipe: Pipeline, prompt: list[int]) -> None:
         pass
 
 
+def longest_step(pipe: Pipeline, prompt: list[int], *, is_exporting: bool) -> float:
+    """Return the longest time between two tokens of a stream."""
+    engine = pipe.engine.loaded.cpp_engine
+    has_ended = threading.Event()
+
+    def export() -> None:
+        while is_exporting and not has_ended.is_set():
+            engine.export_prefix(prompt, 0, bytes(16))
+
+    async def stream() -> float:
+        times = []
+        config = GenerationConfig(max_new_tokens=150, ignore_eos=True)
+        async for _ in pipe.engine.generate(prompt[:2000], config):
+            times.append(time.perf_counter())
+        return float(np.diff(times).max())
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    try:
+        return asyncio.run(stream())
+    finally:
+        has_ended.set()
+        thread.join()
+
+
 def transfer_rows(model: str) -> Iterator[Row]:
     """Yield the rows of exported and imported prefixes of a model."""
-    config = TurbomindEngineConfig(quant_policy="nvfp4", session_len=8192, num_threads=1)
+    config = TurbomindEngineConfig(
+        quant_policy="nvfp4", session_len=8192, num_threads=1, speculative_algorithm="none"
+    )
     with Pipeline(model, config) as pipe:
         prompt = [int(x) for x in np.random.default_rng(0).integers(100, 40000, 6000)]
         asyncio.run(read_prompt(pipe, prompt))
@@ -282,6 +310,13 @@ def transfer_rows(model: str) -> Iterator[Row]:
             return time.perf_counter() - start
 
         yield Row("import against memcpy", ">= 0.5", enter, copy, True)
+        asyncio.run(read_prompt(pipe, prompt))
+        yield Row(
+            "longest step with exports / without",
+            "<= 1.2",
+            lambda: longest_step(pipe, prompt, is_exporting=True),
+            lambda: longest_step(pipe, prompt, is_exporting=False),
+        )
 
 
 def measure(row: Row, rounds: int) -> None:

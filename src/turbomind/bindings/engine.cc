@@ -7,8 +7,10 @@
 #include <malloc.h>
 #endif
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -59,11 +61,24 @@ std::vector<std::vector<py::bytes>> ExportPrefix(PyEngine& self, const std::vect
     copies = (*self).ExportPrefix(tokens, first, cache_salt);
   }
   std::vector<std::vector<py::bytes>> blocks;
+  std::vector<std::span<char>> places;
   for (const BlockCopies& block : copies) {
     std::vector<py::bytes>& pools = blocks.emplace_back();
     for (const BlockCopy& bytes : block) {
-      pools.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      // Filled below, without the GIL: nobody else has the object yet.
+      pools.emplace_back(nullptr, bytes.size());
+      places.emplace_back(PyBytes_AS_STRING(pools.back().ptr()), bytes.size());
     }
+  }
+  {
+    const py::gil_scoped_release unlocked;
+    auto place = places.begin();
+    for (const BlockCopies& block : copies) {
+      for (const BlockCopy& bytes : block) {
+        std::ranges::copy(bytes, std::as_writable_bytes(*place++).begin());
+      }
+    }
+    copies.clear();
   }
   return blocks;
 }
