@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Run:
-    """What was counted from the first token of the last sequence on."""
+    """The counts from the first token of the last sequence on."""
 
     seconds: float
     cpu_seconds: float

@@ -30,8 +30,14 @@ class Mailbox:
         self.core = core
         self.num_requests = 0  # that write to it
         self.is_read = False
+        self.left_at = 0.0  # when the last request ended
         self._letters: list[Letter] = []
         self._has_letters = asyncio.Event()
+
+    @property
+    def has_letters(self) -> bool:
+        """Return whether outputs wait for the reader."""
+        return bool(self._letters)
 
     def put(self, ticket: int, output: Output) -> None:
         """Add an output of the request with this ticket."""
@@ -59,14 +65,20 @@ class Mailboxes:
 
     def enter(self, core: str) -> Mailbox:
         """Return the open mailbox of a core, for one more request."""
+        self._drop_forgotten()
         mailbox = self._of_core.setdefault(core, Mailbox(core))
         mailbox.num_requests += 1
         return mailbox
 
     def leave(self, mailbox: Mailbox) -> None:
-        """Count the end of a request. A mailbox that nobody reads ends with its last request."""
+        """Count the end of a request.
+
+        A mailbox that nobody reads ends with its last request, unless it has outputs: their core
+        may be about to read them.
+        """
         mailbox.num_requests -= 1
-        if not mailbox.num_requests and not mailbox.is_read:
+        mailbox.left_at = time.monotonic()
+        if not mailbox.num_requests and not mailbox.is_read and not mailbox.has_letters:
             self._close(mailbox)
 
     async def read(self, name: str) -> AsyncIterator[list[Letter]]:
@@ -80,12 +92,23 @@ class Mailboxes:
         mailbox.is_read = True
         used_at = time.monotonic()
         try:
-            while mailbox.num_requests or time.monotonic() < used_at + self._idle_seconds:
+            while (
+                mailbox.num_requests
+                or mailbox.has_letters
+                or time.monotonic() < used_at + self._idle_seconds
+            ):
                 if mailbox.num_requests:
                     used_at = time.monotonic()
                 yield await mailbox.take()
         finally:
             self._close(mailbox)
+
+    def _drop_forgotten(self) -> None:
+        """Close the mailboxes of cores that have ended before they read their outputs."""
+        oldest = time.monotonic() - self._idle_seconds
+        for mailbox in list(self._of_core.values()):
+            if not mailbox.num_requests and not mailbox.is_read and mailbox.left_at < oldest:
+                self._close(mailbox)
 
     def _close(self, mailbox: Mailbox) -> None:
         if self._of_core.get(mailbox.core) is mailbox:

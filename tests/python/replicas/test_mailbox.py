@@ -98,3 +98,30 @@ def test_a_mailbox_that_nobody_reads_ends_with_its_last_request():
         assert boxes.enter("a") is not mailbox
 
     asyncio.run(run())
+
+
+def test_outputs_of_a_request_that_has_ended_wait_for_their_reader():
+    async def run():
+        boxes = Mailboxes()
+        mailbox = boxes.enter("a")
+        mailbox.put(1, output(10))
+        boxes.leave(mailbox)  # before the call that reads it has arrived
+        letters = boxes.read(mailbox.name)
+        assert tokens(await anext(letters)) == [(1, [10])]
+        await letters.aclose()
+
+    asyncio.run(run())
+
+
+def test_outputs_of_a_core_that_never_reads_are_dropped():
+    async def run():
+        boxes = Mailboxes(idle_seconds=0.01)
+        mailbox = boxes.enter("a")
+        mailbox.put(1, output(10))
+        boxes.leave(mailbox)
+        await asyncio.sleep(0.02)
+        boxes.enter("b")
+        with pytest.raises(LookupError, match="is not open"):
+            await anext(boxes.read(mailbox.name))
+
+    asyncio.run(run())
