@@ -64,7 +64,8 @@ class Links:
         """
         mailbox = ""
         try:
-            first = await self._first(call)
+            items = aiter(call)  # as long as this lives, the call does
+            first = await self._first(items)
             yield first.output
             mailbox = first.mailbox
             self._join(ticket, first)
@@ -85,8 +86,7 @@ class Links:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _first(self, call: Stream[First | None]) -> First:
-        items = aiter(call)
+    async def _first(self, items: AsyncIterator[First | None]) -> First:
         while True:
             item = await self._next(items)
             if item is not None:

@@ -14,7 +14,7 @@ from lmdeploy.engine.load import Core, TextOptions, load_engine_with
 from lmdeploy.replicas.callers import Callers
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
-from lmdeploy.replicas.transport import CALLER, CORE, MAILBOX, TICKET, request_fields
+from lmdeploy.replicas.transport import CALLER, CORE, MAILBOX, TICKET, First, request_fields
 from lmdeploy.response import join_pieces
 
 PROMPT = list(range(3, 40))
@@ -69,8 +69,8 @@ class Call:
     async def __aiter__(self):
         try:
             async for item in self._items:
-                yield item
-                if self._limit is not None and self._limit.is_reached(item):
+                yield item if self._limit is None else self._limit.cut(item)
+                if self._limit is not None and self._limit.is_reached:
                     if self._failure is None:
                         await asyncio.sleep(60)
                     raise self._failure
@@ -87,10 +87,21 @@ class Limit:
     def __init__(self, num_tokens):
         self._num_left = num_tokens
 
-    def is_reached(self, item):
-        letters = item if isinstance(item, list) else [(0, item.output)] if item else []
-        self._num_left -= sum(len(output.tokens) for _, output in letters)
+    @property
+    def is_reached(self):
         return self._num_left <= 0
+
+    def cut(self, item):
+        """Return an item without the outputs beyond the limit."""
+        if item is None or isinstance(item, First):
+            self._num_left -= len(item.output.tokens) if item else 0
+            return item
+        kept = []
+        for ticket, output in item:
+            if not self.is_reached:
+                kept.append((ticket, output))
+            self._num_left -= len(output.tokens)
+        return kept
 
 
 class Fleet:
@@ -111,7 +122,7 @@ class Fleet:
         self._limit = Limit(self._limits.pop(0)) if self._limits else None
         self.requests.append(fields)
         items = self._replica.generate(fields)
-        return self._call(_broken() if self._limit and self._limit.is_reached(None) else items)
+        return self._call(_broken() if self._limit and self._limit.is_reached else items)
 
     def read(self, fields):
         return self._call(self._replica.read(fields))
