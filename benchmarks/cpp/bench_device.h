@@ -21,12 +21,14 @@ namespace turbomind::bench {
 constexpr int kWarmSteps = 3;  // run the ops, record them, replay them once
 constexpr int kRounds = 5;
 
-// The device that the arguments select: device=cuda gpu=0, or device=cpu threads=1.
+// The device that the arguments select: device=cuda gpu=0, or device=cpu threads=1 int8=0. `int8`
+// rounds activations to 8 bits.
 struct DeviceChoice {
   explicit DeviceChoice(Cell& arguments)
       : kind(arguments.Text("device", "cuda")),
         gpu(arguments.Number("gpu", 0)),
-        threads(arguments.Number("threads", 1)) {
+        threads(arguments.Number("threads", 1)),
+        int8(arguments.Number("int8", 0) != 0) {
     if (kind != "cuda" && kind != "cpu") {
       throw std::invalid_argument("device is " + kind + ". It must be cuda or cpu.");
     }
@@ -35,7 +37,7 @@ struct DeviceChoice {
 
   // Throws InvalidArgument if there is no such device.
   std::shared_ptr<Device> Make() const {
-    return uses_gpu() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads);
+    return uses_gpu() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads, "", int8);
   }
 
   void Print(const Device& device) const {
@@ -55,6 +57,7 @@ struct DeviceChoice {
   std::string kind;
   int gpu;
   int threads;
+  bool int8;
 };
 
 // Memory of a device, filled with zeros or with given values.

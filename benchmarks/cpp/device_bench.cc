@@ -2,7 +2,7 @@
 // the device. Then it reads cells from standard input, one per line, and answers each with a line
 // of JSON. Usage:
 //   device_bench device=cuda gpu=0 rotate_mb=512 round_ms=20 launches=24
-//   device_bench device=cpu threads=2 …
+//   device_bench device=cpu threads=2 int8=0 …
 // Cells, with defaults:
 //   op=decode|prefill|write|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8 group=8
 //     head_dim=128 window=0 sinks=0 search=0 rotate=0

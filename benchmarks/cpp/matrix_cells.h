@@ -17,16 +17,25 @@
 
 namespace turbomind::bench {
 
-// The formats of matrices, and the bytes of 32 values in `data`.
+// The formats of matrices, the values and bytes of a block in `data`, and where its FP16 scales
+// are.
 struct NamedFormat {
   const char* name;
   MatrixFormat format;
+  int64_t block_cols;
   int64_t block_bytes;
+  std::vector<size_t> scales_at;
 };
-constexpr NamedFormat kFormats[] = {{"bf16", MatrixFormat::kBF16, 64},
-                                    {"q8_0", MatrixFormat::kQ8_0, 34},
-                                    {"q4_0", MatrixFormat::kQ4_0, 18},
-                                    {"mxfp4_split", MatrixFormat::kMxfp4Split, 16}};
+inline const NamedFormat kFormats[] = {
+    {"bf16", MatrixFormat::kBF16, 32, 64, {}},
+    {"q8_0", MatrixFormat::kQ8_0, 32, 34, {0}},
+    {"q4_0", MatrixFormat::kQ4_0, 32, 18, {0}},
+    {"q4_1", MatrixFormat::kQ4_1, 32, 20, {0, 2}},
+    {"q4_k", MatrixFormat::kQ4_K, 256, 144, {0, 2}},
+    {"q5_k", MatrixFormat::kQ5_K, 256, 176, {0, 2}},
+    {"q6_k", MatrixFormat::kQ6_K, 256, 210, {208}},
+    {"mxfp4_split", MatrixFormat::kMxfp4Split, 32, 16, {}},
+};
 
 inline const NamedFormat& FormatOf(const std::string& name) {
   for (const NamedFormat& format : kFormats) {
@@ -35,7 +44,8 @@ inline const NamedFormat& FormatOf(const std::string& name) {
     }
   }
   throw std::invalid_argument("format is " + name +
-                              ". It must be bf16, q8_0, q4_0 or mxfp4_split.");
+                              ". It must be bf16, q8_0, q4_0, q4_1, q4_k, q5_k, q6_k or "
+                              "mxfp4_split.");
 }
 
 // A matrix of random codes with small constant scales. BF16 values lie between -1/8 and 1/8. A few
@@ -43,15 +53,15 @@ inline const NamedFormat& FormatOf(const std::string& name) {
 class RandomMatrix {
  public:
   RandomMatrix(const NamedFormat& format, int64_t rows, int64_t cols)
-      : data_(static_cast<size_t>(rows * cols / 32 * format.block_bytes)),
+      : data_(static_cast<size_t>(rows * cols / format.block_cols * format.block_bytes)),
         scales_(static_cast<size_t>(rows * cols / 32), kExponent) {
     const auto block = static_cast<size_t>(format.block_bytes);
     const size_t period = std::min(data_.size(), kPeriodBlocks * block);
     std::mt19937 random(5);
     std::generate_n(data_.begin(), period, [&] { return static_cast<uint8_t>(random()); });
     for (size_t at = 0; at < period; at += block) {
-      if (format.format == MatrixFormat::kQ8_0 || format.format == MatrixFormat::kQ4_0) {
-        std::memcpy(data_.data() + at, &kScale, sizeof(kScale));
+      for (const size_t scale_at : format.scales_at) {
+        std::memcpy(data_.data() + at + scale_at, &kScale, sizeof(kScale));
       }
       for (size_t i = 1; format.format == MatrixFormat::kBF16 && i < block; i += 2) {
         data_[at + i] = static_cast<uint8_t>((data_[at + i] & 0x81) | 0x3c);  // sign, exponent
@@ -82,8 +92,9 @@ struct MatrixShape {
         tokens(cell.Number("batch", 1)),
         rows(cell.Number("rows", 4096)),
         cols(cell.Number("cols", 4096)) {
-    if (tokens < 1 || rows < 1 || cols < 32 || cols % 32 != 0) {
-      throw std::invalid_argument("Sizes must be positive, and cols a multiple of 32.");
+    if (tokens < 1 || rows < 1 || cols < 1 || cols % format.block_cols != 0) {
+      throw std::invalid_argument("Sizes must be positive, and cols a multiple of " +
+                                  std::to_string(format.block_cols) + ".");
     }
   }
   const NamedFormat& format;

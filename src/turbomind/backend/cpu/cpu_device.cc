@@ -46,19 +46,16 @@ std::string ResolveIsa(std::string_view wanted) {
 
 class CpuDevice final : public Device {
  public:
-  CpuDevice(int num_threads, std::string isa) : pool_(num_threads), isa_(std::move(isa)) {
+  CpuDevice(int num_threads, std::string isa, bool int8_activations)
+      : pool_(num_threads), isa_(std::move(isa)), int8_activations_(int8_activations) {
     if (isa_ == "amx") {
-      amx::FillDenseKernels(dense_);
-      amx::FillKvKernels(kv_);
+      FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
     } else if (isa_ == "avx512") {
-      avx512::FillDenseKernels(dense_);
-      avx512::FillKvKernels(kv_);
+      FillWith(avx512::FillDenseKernels, avx512::FillInt8Kernels, avx512::FillKvKernels);
     } else if (isa_ == "avx2") {
-      avx2::FillDenseKernels(dense_);
-      avx2::FillKvKernels(kv_);
+      FillWith(avx2::FillDenseKernels, avx2::FillInt8Kernels, avx2::FillKvKernels);
     } else {
-      scalar::FillDenseKernels(dense_);
-      scalar::FillKvKernels(kv_);
+      FillWith(scalar::FillDenseKernels, scalar::FillInt8Kernels, scalar::FillKvKernels);
     }
   }
 
@@ -71,7 +68,8 @@ class CpuDevice final : public Device {
   std::string name() const override {
     const int threads = pool_.num_threads();
     return "cpu (" + isa_ + ", " + std::to_string(threads) +
-           (threads == 1 ? " thread)" : " threads)");
+           (threads == 1 ? " thread" : " threads") +
+           (int8_activations_ ? ", int8 activations)" : ")");
   }
 
   void* Reserve(size_t num_bytes) override { return ReservePages(num_bytes); }
@@ -132,8 +130,18 @@ class CpuDevice final : public Device {
   }
 
  private:
+  void FillWith(void (*dense)(CpuDenseKernels&), void (*int8)(CpuDenseKernels&),
+                void (*kv)(CpuKvKernels&)) {
+    dense(dense_);
+    if (int8_activations_) {
+      int8(dense_);
+    }
+    kv(kv_);
+  }
+
   ThreadPool pool_;
   std::string isa_;
+  bool int8_activations_;
   CpuDenseKernels dense_;
   CpuKvKernels kv_;
   MatrixArena arena_;
@@ -143,12 +151,13 @@ class CpuDevice final : public Device {
 
 }  // namespace
 
-std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa) {
+std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa,
+                                      bool int8_activations) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
     throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
                           ". It must be from 1 to " + std::to_string(kMaxThreads));
   }
-  return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa));
+  return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa), int8_activations);
 }
 
 }  // namespace turbomind

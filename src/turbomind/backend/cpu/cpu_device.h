@@ -10,7 +10,9 @@ namespace turbomind {
 
 // Creates a CPU device with its own thread pool. `isa` is one of AvailableCpuIsas(). If it is
 // empty, the environment variable LMDEPLOY_CPU_ISA selects the instruction set; without it, the
-// fastest is used. Throws InvalidArgument with the available choices.
-std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa = "");
+// fastest is used. `int8_activations` rounds the activations of quantized matrices to 8 bits
+// (dense_kernels.h). Throws InvalidArgument with the available choices.
+std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa = "",
+                                      bool int8_activations = false);
 
 }  // namespace turbomind

@@ -12,9 +12,10 @@ namespace turbomind {
 
 // Arguments of pack_panel: up to kPanelRows rows of activations and their panel (packed_layout.h).
 // F32 weights keep the activations as they are; BF16 weights round them to BF16. Quantized weights
-// round them to 16 bits with an FP32 scale per block of 32, stored as two int8 halves. One int8
-// pass adds a KL divergence of 3e-3 to 4e-3 to SmolLM2; two passes add less than 1e-6. A block that
-// contains NaN or an infinity gets the scale NaN.
+// round them to 16 bits with an FP32 scale per block of 32, stored as two int8 halves. The kernels
+// of FillInt8Kernels round them to 8 bits instead, except for MXFP4. That adds a KL divergence of
+// 3e-3 to 4e-3 to SmolLM2; 16 bits add less than 1e-6. A block that contains NaN or an infinity
+// gets the scale NaN.
 struct PackPanelArgs {
   MatrixFormat format = MatrixFormat::kF32;
   const float* x = nullptr;  // [num_rows, cols]
@@ -44,6 +45,8 @@ struct MultiplyArgs {
   bool accumulate = false;
 };
 
+// FillDenseKernels sets all members. FillInt8Kernels then replaces those of linear layers by
+// kernels for activations of 8 bits.
 struct CpuDenseKernels {
   // The kernels compute K-quants as they are.
   bool has_k_quants = false;
@@ -66,15 +69,19 @@ struct CpuDenseKernels {
 
 namespace scalar {
 void FillDenseKernels(CpuDenseKernels& kernels);
-}
+void FillInt8Kernels(CpuDenseKernels& kernels);
+}  // namespace scalar
 namespace avx2 {
 void FillDenseKernels(CpuDenseKernels& kernels);
-}
+void FillInt8Kernels(CpuDenseKernels& kernels);
+}  // namespace avx2
 namespace avx512 {
 void FillDenseKernels(CpuDenseKernels& kernels);
-}
+void FillInt8Kernels(CpuDenseKernels& kernels);
+}  // namespace avx512
 namespace amx {
 void FillDenseKernels(CpuDenseKernels& kernels);
-}
+void FillInt8Kernels(CpuDenseKernels& kernels);
+}  // namespace amx
 
 }  // namespace turbomind

@@ -35,6 +35,8 @@
 //              activation is (256 * high + low) * d; a row stores its high bytes, then its low
 //              bytes (with AVX2 and kQ8_0, kQ5_K and kQ6_K as int16 pairs:
 //              isa/linear/linear_avx2.h)
+//   quantized, activations of 8 bits: int8[R][32] (with AVX2 and kQ8_0 int16[R][32]), then the same
+//              scales, sums and minima. An activation is its code times d
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
 //              byte j: the factor of the low nibble of the stored byte j, then of the high one),
 //              float d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns
@@ -150,6 +152,16 @@ TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
 
 TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) {
   return NumSteps(format, cols) * PanelStepBytes(format, rows);
+}
+
+// Returns whether there are kernels for activations of 8 bits. Others keep their form.
+TM_HD constexpr bool HasInt8Panels(MatrixFormat format) {
+  return IsQuantized(format) || IsKQuant(format);
+}
+
+// Bytes of a step of a panel of 8-bit activations, whose rows take `row_bytes`.
+TM_HD constexpr int Int8PanelStepBytes(MatrixFormat format, int rows, int row_bytes) {
+  return rows * (row_bytes + (format == MatrixFormat::kQ6_K ? 12 : 8));
 }
 
 static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));

@@ -5,7 +5,6 @@
 #include "turbomind/backend/cpu/kv_kernels.h"
 
 namespace turbomind::amx {
-
 void PrefillRows(const PrefillRowsArgs& args);
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
@@ -16,6 +15,13 @@ void FillDenseKernels(CpuDenseKernels& kernels) {
   kernels.scratch_bytes = ScratchBytes;
   kernels.row_block_bytes = 1 << 20;
   kernels.mxfp4_row_block_bytes = 1 << 20;
+}
+
+void FillInt8Kernels(CpuDenseKernels& kernels) {
+  avx512::FillInt8Kernels(kernels);
+  kernels.pack_panel = PackInt8Panel;
+  kernels.panel_bytes = FullInt8PanelBytes;
+  kernels.multiply = MultiplyInt8;
 }
 
 void FillKvKernels(CpuKvKernels& kernels) {

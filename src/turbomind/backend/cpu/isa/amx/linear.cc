@@ -7,6 +7,8 @@
 // they are multiplied as bytes, with one tile of sums for each half. Codes are widened once for all
 // panels.
 //
+// Activations of 8 bits take one tile of activations instead of two, and one tile of sums.
+//
 // Per block, two neighboring tiles of weights and 12 rows: 4 products of 32 columns. Tile registers
 // have no arithmetic of their own, so their sums go through memory. AVX-512 scales the sums of one
 // block while the tiles work on the next two. The products take 58 cycles, storing the sums 35 and
@@ -25,6 +27,8 @@
 namespace turbomind::avx512 {
 void Multiply(const MultiplyArgs& args);
 int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
+int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
+void MultiplyInt8(const MultiplyArgs& args);
 }  // namespace turbomind::avx512
 
 namespace turbomind::TM_ISA {
@@ -39,6 +43,16 @@ constexpr int kLowTile = 5;
 constexpr int kCodeTiles = 6;
 
 constexpr bool InBytes(MatrixFormat format) { return format == MatrixFormat::kQ8_0; }
+
+// A kernel: a format of weights, and whether activations have 8 bits instead of 16.
+struct Kernel {
+  MatrixFormat format;
+  bool int8 = false;
+
+  // Returns whether the halves of the activations have sums of their own.
+  constexpr bool has_two_sums() const { return InBytes(format) && !int8; }
+  constexpr int64_t panel_step() const { return TilePanelStep(format, int8); }
+};
 
 // Bytes of the widened codes of a tile's block: int8[8][16 outputs][4 columns] or bf16[16][16
 // outputs][2].
@@ -141,40 +155,54 @@ struct BlockSums {
   alignas(64) int32_t of[kPair][2][kPanelRows * kTileRows];
 };
 
+// C += A · B for a format's codes.
+template <MatrixFormat F, int C, int A, int B>
+TM_HD void Dot() {
+  if constexpr (InBytes(F)) {
+    DotBytes<C, A, B>();
+  } else {
+    DotBf16<C, A, B>();
+  }
+}
+
 // Computes the sums of block `block` in the tiles of sums from S on.
-template <MatrixFormat F, int S>
+template <Kernel K, int S>
 TM_HD void SumBlock(const PairRun& run, int64_t block) {
-  const uint8_t* x = run.panel + block * TilePanelStep(F);
+  constexpr MatrixFormat F = K.format;
+  const uint8_t* x = run.panel + block * K.panel_step();
   const uint8_t* codes0 = run.codes[0] + block * CodeBytes(F);
   const uint8_t* codes1 = run.codes[1] + block * CodeBytes(F);
-  LoadTile<kHighTile>(x, kQuantRowBytes);
+  constexpr int64_t kStride = K.int8 ? TileRowBytes(F) : kQuantRowBytes;
+  LoadTile<kHighTile>(x, kStride);
   LoadTile<kCodeTiles>(codes0, 64);
-  if constexpr (InBytes(F)) {
+  if constexpr (K.has_two_sums()) {
     ZeroTile<0>();
     DotBytes<0, kHighTile, kCodeTiles>();
     LoadTile<kCodeTiles + 1>(codes1, 64);
     ZeroTile<2>();
     DotBytes<2, kHighTile, kCodeTiles + 1>();
-    LoadTile<kLowTile>(x + kQuantBlock, kQuantRowBytes);
+    LoadTile<kLowTile>(x + kQuantBlock, kStride);
     ZeroTile<1>();
     DotBytes<1, kLowTile, kCodeTiles>();
     ZeroTile<3>();
     DotBytes<3, kLowTile, kCodeTiles + 1>();
   } else {
     ZeroTile<S>();
-    DotBf16<S, kHighTile, kCodeTiles>();
+    Dot<F, S, kHighTile, kCodeTiles>();
     LoadTile<kCodeTiles + 1>(codes1, 64);
     ZeroTile<S + 1>();
-    DotBf16<S + 1, kHighTile, kCodeTiles + 1>();
-    LoadTile<kLowTile>(x + kPanelRows * kQuantRowBytes, kQuantRowBytes);
-    DotBf16<S, kLowTile, kCodeTiles>();
-    DotBf16<S + 1, kLowTile, kCodeTiles + 1>();
+    Dot<F, S + 1, kHighTile, kCodeTiles + 1>();
+    if constexpr (!K.int8) {
+      LoadTile<kLowTile>(x + kPanelRows * kQuantRowBytes, kStride);
+      Dot<F, S, kLowTile, kCodeTiles>();
+      Dot<F, S + 1, kLowTile, kCodeTiles + 1>();
+    }
   }
 }
 
-template <MatrixFormat F, int S>
+template <Kernel K, int S>
 TM_HD void StoreSums(BlockSums& sums) {
-  if constexpr (InBytes(F)) {
+  if constexpr (K.has_two_sums()) {
     StoreTile<0>(sums.of[0][0], 64);
     StoreTile<1>(sums.of[0][1], 64);
     StoreTile<2>(sums.of[1][0], 64);
@@ -186,22 +214,25 @@ TM_HD void StoreSums(BlockSums& sums) {
 }
 
 // Returns Σ code * activation of row r, rounded to FP32.
-template <MatrixFormat F>
+template <Kernel K>
 TM_HD __m512 ReadSum(const BlockSums& sums, int tile, int r) {
   const int32_t* first = sums.of[tile][0] + r * kTileRows;
-  if constexpr (InBytes(F)) {
+  if constexpr (K.has_two_sums()) {
     const __m512i high = _mm512_slli_epi32(_mm512_load_si512(first), 8);
     const __m512i low = _mm512_load_si512(sums.of[tile][1] + r * kTileRows);
     return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_add_epi32(high, low));
+  } else if constexpr (InBytes(K.format)) {
+    return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(first));
   } else {
     return _mm512_load_ps(reinterpret_cast<const float*>(first));
   }
 }
 
-template <MatrixFormat F>
+template <Kernel K>
 TM_HD void ScaleBlock(const PairRun& run, int64_t block, const BlockSums& sums,
                       __m512 (&acc)[kPair][kPanelRows]) {
-  const uint8_t* scales = run.panel + block * TilePanelStep(F) + TileStepCodes(F);
+  constexpr MatrixFormat F = K.format;
+  const uint8_t* scales = run.panel + block * K.panel_step() + TileStepCodes(F, K.int8);
   __m512 d[kPair];
   __m512 m[kPair];
 #pragma GCC unroll 2
@@ -215,7 +246,7 @@ TM_HD void ScaleBlock(const PairRun& run, int64_t block, const BlockSums& sums,
     const __m512 scale = BroadcastFloat(scales + 4 * r);
 #pragma GCC unroll 2
     for (int t = 0; t < kPair; ++t) {
-      const __m512 sum = ReadSum<F>(sums, t, r);
+      const __m512 sum = ReadSum<K>(sums, t, r);
       acc[t][r] = IsMxfp4(F) ? _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), d[t], acc[t][r])
                              : _mm512_fmadd_ps(sum, _mm512_mul_ps(d[t], scale), acc[t][r]);
       if constexpr (F == MatrixFormat::kQ4_1) {
@@ -239,7 +270,7 @@ TM_HD void Fetch(const PairRun& run, int64_t block) {
 
 // Adds every `step`-th block, from `first` on, to acc. The block sums and the scaling are
 // pipelined.
-template <MatrixFormat F>
+template <Kernel K>
 class BlockPipe {
  public:
   BlockPipe(const PairRun& run, int64_t first, int64_t step)
@@ -249,7 +280,7 @@ class BlockPipe {
     if (count_ <= 0) {
       return;
     }
-    SumBlock<F, 0>(run_, first_);
+    SumBlock<K, 0>(run_, first_);
     int64_t i = 0;
     for (; i + 2 <= count_; i += 2) {
       Step<0>(i, acc);
@@ -257,9 +288,9 @@ class BlockPipe {
     }
     if (i < count_) {
       Step<0>(i, acc);
-      ScaleBlock<F>(run_, first_ + i * step_, sums_[0], acc);
+      ScaleBlock<K>(run_, first_ + i * step_, sums_[0], acc);
     } else {
-      ScaleBlock<F>(run_, first_ + (i - 1) * step_, sums_[1], acc);
+      ScaleBlock<K>(run_, first_ + (i - 1) * step_, sums_[1], acc);
     }
   }
 
@@ -268,18 +299,18 @@ class BlockPipe {
   template <int P>
   TM_HD void Step(int64_t i, __m512 (&acc)[kPair][kPanelRows]) {
     const int64_t block = first_ + i * step_;
-    Fetch<F>(run_, block);
-    if constexpr (InBytes(F)) {  // all four tiles of sums are in use
-      StoreSums<F, 0>(sums_[P]);
+    Fetch<K.format>(run_, block);
+    if constexpr (K.has_two_sums()) {  // all four tiles of sums are in use
+      StoreSums<K, 0>(sums_[P]);
     }
     if (i + 1 < count_) {
-      SumBlock<F, 2 - 2 * P>(run_, block + step_);
+      SumBlock<K, 2 - 2 * P>(run_, block + step_);
     }
-    if constexpr (!InBytes(F)) {
-      StoreSums<F, 2 * P>(sums_[P]);
+    if constexpr (!K.has_two_sums()) {
+      StoreSums<K, 2 * P>(sums_[P]);
     }
     if (i > 0) {
-      ScaleBlock<F>(run_, block - step_, sums_[1 - P], acc);
+      ScaleBlock<K>(run_, block - step_, sums_[1 - P], acc);
     }
   }
 
@@ -306,8 +337,9 @@ TM_HD void WriteRow(const PairRun& run, int r, int tile, __m512 out) {
   _mm512_mask_storeu_ps(y, lanes, out);
 }
 
-template <MatrixFormat F>
+template <Kernel K>
 void MultiplyPair(const PairRun& run) {
+  constexpr MatrixFormat F = K.format;
   constexpr int kPhases = IsMxfp4(F) ? kMxStepBlocks : 1;  // sums per output
   __m512 sums[kPhases][kPair][kPanelRows];
   for (int phase = 0; phase < kPhases; ++phase) {
@@ -316,7 +348,7 @@ void MultiplyPair(const PairRun& run) {
     for (int i = 0; i < kPair * kPanelRows; ++i) {
       acc[i / kPanelRows][i % kPanelRows] = _mm512_setzero_ps();
     }
-    BlockPipe<F>(run, phase, kPhases).Run(acc);
+    BlockPipe<K>(run, phase, kPhases).Run(acc);
 #pragma GCC unroll 24
     for (int i = 0; i < kPair * kPanelRows; ++i) {
       sums[phase][i / kPanelRows][i % kPanelRows] = acc[i / kPanelRows][i % kPanelRows];
@@ -377,36 +409,37 @@ PairRun OpenPair(const MultiplyArgs& a, int first) {
 
 // Multiplies all tiles with panels that are packed for AMX tiles. The last panel may have fewer
 // rows.
-template <MatrixFormat F>
-void MultiplyPanels(const MultiplyArgs& a) {
-  const TileConfig config(ShapeFor(F));
-  const int64_t panel_bytes = FullPanelBytes(F, a.cols);
+template <Kernel K>
+void MultiplyPanels(const MultiplyArgs& a, int64_t panel_bytes) {
+  const TileConfig config(ShapeFor(K.format));
   for (int tile = 0; tile < a.num_tiles; tile += kPair) {
-    PairRun run = OpenPair<F>(a, tile);
+    PairRun run = OpenPair<K.format>(a, tile);
     for (int row = 0; row < a.num_rows; row += kPanelRows) {
       run.panel = a.panels + row / kPanelRows * panel_bytes;
       run.rows = a.num_rows - row < kPanelRows ? a.num_rows - row : kPanelRows;
       run.y = a.y + row * a.y_stride + tile * kTileRows;
-      MultiplyPair<F>(run);
+      MultiplyPair<K>(run);
       run.next = nullptr;
     }
   }
 }
 
-template <MatrixFormat F>
+template <Kernel K>
 void MultiplyFormat(const MultiplyArgs& a) {
+  const int64_t panel_bytes =
+      K.int8 ? FullInt8PanelBytes(K.format, a.cols) : FullPanelBytes(K.format, a.cols);
   const int rest = a.num_rows % kPanelRows;
   MultiplyArgs on_tiles = a;
-  on_tiles.num_rows -= OnTiles(F, rest, a.all_rows) ? 0 : rest;
+  on_tiles.num_rows -= OnTiles(K.format, rest, a.all_rows) ? 0 : rest;
   if (on_tiles.num_rows > 0) {
-    MultiplyPanels<F>(on_tiles);
+    MultiplyPanels<K>(on_tiles, panel_bytes);
   }
   if (on_tiles.num_rows < a.num_rows) {
     MultiplyArgs last = a;
-    last.panels += on_tiles.num_rows / kPanelRows * FullPanelBytes(F, a.cols);
+    last.panels += on_tiles.num_rows / kPanelRows * panel_bytes;
     last.y += on_tiles.num_rows * a.y_stride;
     last.num_rows = rest;
-    avx512::Multiply(last);
+    (K.int8 ? avx512::MultiplyInt8 : avx512::Multiply)(last);
   }
 }
 
@@ -417,9 +450,21 @@ int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
     return PanelBytes(format, cols, kPanelRows);
   }
   // The last panel may be packed for AVX-512, and MXFP4 panels are padded to four blocks there.
-  const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format);
+  const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format, false);
   const int64_t rest = PanelBytes(format, cols, kMinTileRows - 1);
   return on_tiles > rest ? on_tiles : (rest + 63) / 64 * 64;
+}
+
+// No panel for AVX-512 is larger than a full one for tiles.
+static_assert(TilePanelStep(MatrixFormat::kQ8_0, true) >=
+              Int8PanelStepBytes(MatrixFormat::kQ8_0, kPanelRows, kQuantBlock));
+
+int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
+  if (!HasInt8Panels(format)) {
+    return FullPanelBytes(format, cols);
+  }
+  return OnTiles(format, kPanelRows, kPanelRows) ? cols / kQuantBlock * TilePanelStep(format, true)
+                                                 : avx512::FullInt8PanelBytes(format, cols);
 }
 
 int64_t ScratchBytes(MatrixFormat format, int64_t cols) {
@@ -433,21 +478,41 @@ int64_t ScratchBytes(MatrixFormat format, int64_t cols) {
 void Multiply(const MultiplyArgs& args) {
   switch (args.format) {
     case MatrixFormat::kQ4_0:
-      return MultiplyFormat<MatrixFormat::kQ4_0>(args);
+      return MultiplyFormat<Kernel{MatrixFormat::kQ4_0}>(args);
     case MatrixFormat::kQ4_1:
-      return MultiplyFormat<MatrixFormat::kQ4_1>(args);
+      return MultiplyFormat<Kernel{MatrixFormat::kQ4_1}>(args);
     case MatrixFormat::kQ8_0:
-      return MultiplyFormat<MatrixFormat::kQ8_0>(args);
+      return MultiplyFormat<Kernel{MatrixFormat::kQ8_0}>(args);
     case MatrixFormat::kMxfp4:
-      return MultiplyFormat<MatrixFormat::kMxfp4>(args);
+      return MultiplyFormat<Kernel{MatrixFormat::kMxfp4}>(args);
     case MatrixFormat::kMxfp4Split:
-      return MultiplyFormat<MatrixFormat::kMxfp4Split>(args);
+      return MultiplyFormat<Kernel{MatrixFormat::kMxfp4Split}>(args);
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
     case MatrixFormat::kQ4_K:
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
       return avx512::Multiply(args);
+  }
+}
+
+void MultiplyInt8(const MultiplyArgs& args) {
+  switch (args.format) {
+    case MatrixFormat::kQ4_0:
+      return MultiplyFormat<Kernel{MatrixFormat::kQ4_0, true}>(args);
+    case MatrixFormat::kQ4_1:
+      return MultiplyFormat<Kernel{MatrixFormat::kQ4_1, true}>(args);
+    case MatrixFormat::kQ8_0:
+      return MultiplyFormat<Kernel{MatrixFormat::kQ8_0, true}>(args);
+    case MatrixFormat::kQ4_K:
+    case MatrixFormat::kQ5_K:
+    case MatrixFormat::kQ6_K:
+      return avx512::MultiplyInt8(args);
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+    case MatrixFormat::kF32:
+    case MatrixFormat::kBF16:
+      return Multiply(args);
   }
 }
 

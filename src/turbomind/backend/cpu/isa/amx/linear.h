@@ -8,6 +8,7 @@
 //   kQ8_0        int8[R][2][32] (high halves of a row, then low ones)
 //   4-bit codes  bf16[2][R][32]: 256 * high, then low, in the order of pack_panel.cc
 //   then float d[16] and, for kQ4_1, float d*sum[16].
+// Activations of 8 bits are int8[R][32] or bf16[R][32] instead.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -23,17 +24,28 @@ constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
   return (IsQuantized(format) || IsMxfp4(format)) && all_rows >= kPanelRows && rows >= kMinTileRows;
 }
 
-constexpr int64_t TileStepCodes(MatrixFormat format) {  // bytes in a step of a panel
-  return kPanelRows * (format == MatrixFormat::kQ8_0 ? kQuantRowBytes : 2 * kQuantRowBytes);
+// Bytes of a row of activations in a tile.
+constexpr int64_t TileRowBytes(MatrixFormat format) {
+  return format == MatrixFormat::kQ8_0 ? kQuantBlock : 2 * kQuantBlock;
 }
 
-constexpr int64_t TilePanelStep(MatrixFormat format) {
-  return TileStepCodes(format) + kTileStepMeta;
+// Bytes of the activations in a step of a panel.
+constexpr int64_t TileStepCodes(MatrixFormat format, bool int8) {
+  return kPanelRows * TileRowBytes(format) * (int8 ? 1 : 2);
+}
+
+constexpr int64_t TilePanelStep(MatrixFormat format, bool int8) {
+  return TileStepCodes(format, int8) + kTileStepMeta;
 }
 
 int64_t FullPanelBytes(MatrixFormat format, int64_t cols);
 int64_t ScratchBytes(MatrixFormat format, int64_t cols);
 void PackPanel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);
+
+// The same with activations of 8 bits, except for F32, BF16 and MXFP4.
+int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
+void PackInt8Panel(const PackPanelArgs& args);
+void MultiplyInt8(const MultiplyArgs& args);
 
 }  // namespace turbomind::amx

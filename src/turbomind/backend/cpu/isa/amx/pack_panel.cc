@@ -10,7 +10,8 @@
 
 namespace turbomind::avx512 {
 void PackPanel(const PackPanelArgs& args);
-}
+void PackInt8Panel(const PackPanelArgs& args);
+}  // namespace turbomind::avx512
 
 namespace turbomind::TM_ISA {
 namespace {
@@ -36,7 +37,8 @@ constexpr ColumnOrder MakeColumnOrder() {
 
 constexpr ColumnOrder kColumnOrder = MakeColumnOrder();
 
-// 32 quantized activations: code = 256 * high + low, an activation divided by the scale.
+// 32 quantized activations: code = 256 * high + low, an activation divided by the scale. Codes of 8
+// bits are in `high`.
 struct Codes {
   __m512i high[2];
   __m512i low[2];
@@ -44,7 +46,9 @@ struct Codes {
   int32_t sum = 0;  // of the codes
 };
 
-// Quantizes 32 values like QuantizeBlock of isa/linear/quantize_activations.h.
+// Quantizes 32 values like QuantizeBlock of isa/linear/quantize_activations.h, or
+// QuantizeInt8Block.
+template <bool kInt8>
 TM_HD Codes Quantize(__m512 first, __m512 second) {
   const __m512i magnitudes = _mm512_set1_epi32(0x7fffffff);
   const auto amax_bits = static_cast<uint32_t>(_mm512_reduce_max_epi32(
@@ -58,19 +62,26 @@ TM_HD Codes Quantize(__m512 first, __m512 second) {
     codes.scale = finite ? 0.f : __builtin_nanf("");
     return codes;
   }
-  const __m512 inverse = _mm512_set1_ps(kMaxCode / amax);
+  constexpr float kMax = kInt8 ? kMaxInt8Code : kMaxCode;
+  const __m512 inverse = _mm512_set1_ps(kMax / amax);
   const __m512 x[2] = {first, second};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     const __m512i code = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(x[i], inverse));
+    if constexpr (kInt8) {
+      codes.high[i] = code;
+      codes.low[i] = _mm512_setzero_si512();
+      continue;
+    }
     codes.high[i] = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
     codes.low[i] = _mm512_max_epi32(_mm512_sub_epi32(code, _mm512_slli_epi32(codes.high[i], 8)),
                                     _mm512_set1_epi32(-127));
   }
   const __m512i high = _mm512_add_epi32(codes.high[0], codes.high[1]);
   const __m512i low = _mm512_add_epi32(codes.low[0], codes.low[1]);
-  codes.sum = _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-  codes.scale = amax / kMaxCode;
+  codes.sum =
+      _mm512_reduce_add_epi32(_mm512_add_epi32(kInt8 ? high : _mm512_slli_epi32(high, 8), low));
+  codes.scale = amax / kMax;
   return codes;
 }
 
@@ -89,6 +100,26 @@ TM_HD void StoreBf16(__m512i first, __m512i second, uint8_t* to) {
   _mm512_store_si512(to, _mm512_permutex2var_epi16(bits(first), order, bits(second)));
 }
 
+// Stores the codes of row `row` in a step.
+template <bool kInt8>
+TM_HD void StoreCodes(const Codes& codes, MatrixFormat format, int row, uint8_t* step) {
+  if (format == MatrixFormat::kQ8_0) {
+    uint8_t* to = step + row * (kInt8 ? kQuantBlock : kQuantRowBytes);
+    StoreBytes(codes.high, to);
+    if constexpr (!kInt8) {
+      StoreBytes(codes.low, to + kQuantBlock);
+    }
+    return;
+  }
+  uint8_t* to = step + row * kQuantRowBytes;
+  if constexpr (kInt8) {
+    StoreBf16(codes.high[0], codes.high[1], to);
+  } else {
+    StoreBf16(_mm512_slli_epi32(codes.high[0], 8), _mm512_slli_epi32(codes.high[1], 8), to);
+    StoreBf16(codes.low[0], codes.low[1], to + kPanelRows * kQuantRowBytes);
+  }
+}
+
 // Loads the values of a block: first those multiplied by the low nibbles, then those for the high
 // ones.
 TM_HD void LoadBlock(const float* x, MatrixFormat format, __m512& first, __m512& second) {
@@ -105,20 +136,14 @@ TM_HD void LoadBlock(const float* x, MatrixFormat format, __m512& first, __m512&
 }
 
 // Packs one block of row `row` into its place in a step.
+template <bool kInt8>
 TM_HD void PackBlock(const float* x, MatrixFormat format, int row, uint8_t* step) {
   __m512 first;
   __m512 second;
   LoadBlock(x, format, first, second);
-  const Codes codes = Quantize(first, second);
-  uint8_t* to = step + row * kQuantRowBytes;
-  if (format == MatrixFormat::kQ8_0) {
-    StoreBytes(codes.high, to);
-    StoreBytes(codes.low, to + kQuantBlock);
-  } else {
-    StoreBf16(_mm512_slli_epi32(codes.high[0], 8), _mm512_slli_epi32(codes.high[1], 8), to);
-    StoreBf16(codes.low[0], codes.low[1], to + kPanelRows * kQuantRowBytes);
-  }
-  uint8_t* meta = step + TileStepCodes(format) + 4 * row;
+  const Codes codes = Quantize<kInt8>(first, second);
+  StoreCodes<kInt8>(codes, format, row, step);
+  uint8_t* meta = step + TileStepCodes(format, kInt8) + 4 * row;
   // MXFP4 codes are looked up doubled.
   StoreFloat(IsMxfp4(format) ? 0.5f * codes.scale : codes.scale, meta);
   if (format == MatrixFormat::kQ4_1) {
@@ -126,25 +151,41 @@ TM_HD void PackBlock(const float* x, MatrixFormat format, int row, uint8_t* step
   }
 }
 
-}  // namespace
-
-void PackPanel(const PackPanelArgs& args) {
-  if (!OnTiles(args.format, args.num_rows, args.all_rows)) {
-    avx512::PackPanel(args);
-    return;
-  }
+template <bool kInt8>
+void PackTilePanel(const PackPanelArgs& args) {
   const float* x[kPanelRows];
   for (int row = 0; row < args.num_rows; ++row) {
     x[row] = args.x + (args.x_rows == nullptr ? row : args.x_rows[row]) * args.x_stride;
   }
+  const int64_t step_bytes = TilePanelStep(args.format, kInt8);
   uint8_t* step = args.panel;
-  for (int64_t c = 0; c < args.cols; c += kQuantBlock, step += TilePanelStep(args.format)) {
+  for (int64_t c = 0; c < args.cols; c += kQuantBlock, step += step_bytes) {
     if (args.num_rows < kPanelRows) {
-      __builtin_memset(step, 0, static_cast<size_t>(TilePanelStep(args.format)));
+      __builtin_memset(step, 0, static_cast<size_t>(step_bytes));
     }
     for (int row = 0; row < args.num_rows; ++row) {
-      PackBlock(x[row] + c, args.format, row, step);
+      PackBlock<kInt8>(x[row] + c, args.format, row, step);
     }
+  }
+}
+
+}  // namespace
+
+void PackPanel(const PackPanelArgs& args) {
+  if (OnTiles(args.format, args.num_rows, args.all_rows)) {
+    PackTilePanel<false>(args);
+  } else {
+    avx512::PackPanel(args);
+  }
+}
+
+void PackInt8Panel(const PackPanelArgs& args) {
+  if (!HasInt8Panels(args.format)) {
+    PackPanel(args);
+  } else if (OnTiles(args.format, args.num_rows, args.all_rows)) {
+    PackTilePanel<true>(args);
+  } else {
+    avx512::PackInt8Panel(args);
   }
 }
 

@@ -1,11 +1,12 @@
-// ⑥⑦ Linear layers: the loop over tiles and panels, and the packing of activations. The arithmetic
-// of one tile is in linear_<instruction set>.h.
+// ⑥⑦ Linear layers: the packing of activations, and the kernel of each format. The arithmetic of
+// one tile is in linear_<instruction set>.h.
 
 #include "turbomind/backend/cpu/isa/linear/linear.h"
 
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/linear/quantize_activations.h"
+#include "turbomind/backend/cpu/isa/linear/tile_loop.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 #if defined(TM_ISA_avx512)
@@ -21,8 +22,6 @@
 
 namespace turbomind::TM_ISA {
 namespace {
-
-constexpr int64_t kPrefetchBytes = 4096;  // prefetch distance of a tile with 2 to 11 rows
 
 // Rounds to nearest even. Subnormals become zero, because vdpbf16ps treats them as zero.
 TM_HD uint16_t ToBF16(float x) {
@@ -97,58 +96,28 @@ void PackF32Panel(const PackPanelArgs& a) {
 }
 
 template <MatrixFormat F>
-TileRun RunAt(const MultiplyArgs& a, int tile, int row) {
-  TileRun run;
-  run.tile_bytes = TileBytes(F, a.cols);
-  run.tile = a.tiles + tile * run.tile_bytes;
-  run.steps = NumSteps(F, a.cols);
-  run.next = run.tile;
-  run.panel = a.panels + row / kPanelRows * PanelBytes(F, a.cols, kPanelRows);
-  run.bias = a.bias == nullptr ? nullptr : a.bias + tile * kTileRows;
-  run.y = a.y + row * a.y_stride + tile * kTileRows;
-  run.y_stride = a.y_stride;
-  run.num_outputs = a.num_outputs - tile * kTileRows;
-  run.accumulate = a.accumulate;
-  return run;
-}
+struct TileKernel {
+  static constexpr MatrixFormat kFormat = F;
+  template <int R>
+  static constexpr int kTiles = IsKQuant(F) ? 1 : kTilesAtOnce<R>;
 
-template <MatrixFormat F, int R, int T>
-void MultiplyRun(const TileRun& run) {
-  if constexpr (IsKQuant(F)) {
-    MultiplyKTile<F, R>(run);
-  } else {
-    MultiplyTiles<F, R, T>(run);
+  static constexpr int64_t PanelBytes(int64_t cols) {
+    return turbomind::PanelBytes(F, cols, kPanelRows);
   }
-}
 
-// Multiplies all tiles with the last panel, which has R rows.
-template <MatrixFormat F, int R>
-void MultiplyPanel(const MultiplyArgs& a, int row) {
-  constexpr int kTiles = IsKQuant(F) ? 1 : kTilesAtOnce<R>;
-  int tile = 0;
-  for (; tile + kTiles <= a.num_tiles; tile += kTiles) {
-    TileRun run = RunAt<F>(a, tile, row);
-    run.next = run.tile + kPrefetchBytes;
-    MultiplyRun<F, R, kTiles>(run);
-  }
-  if constexpr (kTiles > 1) {
-    for (; tile < a.num_tiles; ++tile) {
-      MultiplyRun<F, R, 1>(RunAt<F>(a, tile, row));
+  template <int R, int T>
+  static void Multiply(const TileRun& run) {
+    if constexpr (IsKQuant(F)) {
+      MultiplyKTile<F, R>(run);
+    } else {
+      MultiplyTiles<F, R, T>(run);
     }
   }
-}
+};
 
 template <MatrixFormat F>
 void MultiplyFormat(const MultiplyArgs& a) {
-  const int full_rows = a.num_rows / kPanelRows * kPanelRows;
-  for (int tile = 0; full_rows > 0 && tile < a.num_tiles; ++tile) {
-    for (int row = 0; row < full_rows; row += kPanelRows) {
-      TileRun run = RunAt<F>(a, tile, row);
-      run.next = row == 0 ? run.tile + run.tile_bytes : run.tile;
-      MultiplyRun<F, kPanelRows, 1>(run);
-    }
-  }
-  WithRows(a.num_rows - full_rows, [&]<int R>() { MultiplyPanel<F, R>(a, full_rows); });
+  MultiplyPanels<TileKernel<F>>(a);
 }
 
 }  // namespace

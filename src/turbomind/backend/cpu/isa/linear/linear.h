@@ -66,4 +66,9 @@ void Multiply(const MultiplyArgs& args);
 void MultiplyMxfp4(const MultiplyArgs& args);
 int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
 
+// The same with activations of 8 bits, except for F32, BF16 and MXFP4.
+void PackInt8Panel(const PackPanelArgs& args);
+int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
+void MultiplyInt8(const MultiplyArgs& args);
+
 }  // namespace turbomind::TM_ISA

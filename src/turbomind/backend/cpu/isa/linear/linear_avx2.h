@@ -47,16 +47,18 @@ TM_HD constexpr bool UsesShorts(MatrixFormat format) {
          format == MatrixFormat::kQ6_K;
 }
 
-// Rearranges a row of a step from QuantizeBlock's layout to DotRow's. For int16, the first and the
-// third of four adjacent columns come first, then the second and the fourth.
+// Returns the column of number i of a row of int16: the first and the third of four adjacent
+// columns come first, then the second and the fourth.
+TM_HD constexpr int ShortColumn(int i) { return i / 4 * 4 + i % 2 * 2 + i % 4 / 2; }
+
+// Rearranges a row of a step from QuantizeBlock's layout to DotRow's.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   if (!UsesShorts(format)) {
     return;
   }
   int16_t pairs[kQuantBlock];
   for (int i = 0; i < kQuantBlock; ++i) {
-    const int column = i / 4 * 4 + i % 2 * 2 + i % 4 / 2;
-    const int8_t* high = reinterpret_cast<const int8_t*>(row) + column;
+    const int8_t* high = reinterpret_cast<const int8_t*>(row) + ShortColumn(i);
     pairs[i] = static_cast<int16_t>(high[0] * 256 + high[kQuantBlock]);
   }
   __builtin_memcpy(row, pairs, sizeof(pairs));

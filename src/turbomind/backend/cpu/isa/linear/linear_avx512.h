@@ -32,7 +32,8 @@ TM_HD __m512 LoadHalf16(const uint8_t* p) {
 }
 
 // Adds the integer products of one block and one half of the activations: sum[r] += Σ code * half.
-template <MatrixFormat F, int R>
+// A row of the panel takes kRow bytes.
+template <MatrixFormat F, int R, int kRow = kQuantRowBytes>
 TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   if constexpr (F == MatrixFormat::kQ8_0) {
 #pragma GCC unroll 8
@@ -40,7 +41,7 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
       const __m512i codes = _mm512_loadu_si512(w + 64 * g);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        sum[r] = _mm512_dpbusd_epi32(sum[r], codes, Broadcast32(a + kQuantRowBytes * r + 4 * g));
+        sum[r] = _mm512_dpbusd_epi32(sum[r], codes, Broadcast32(a + kRow * r + 4 * g));
       }
     }
   } else {
@@ -52,12 +53,11 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        sum[r] = _mm512_dpbusd_epi32(sum[r], low, Broadcast32(a + kQuantRowBytes * r + 4 * g));
+        sum[r] = _mm512_dpbusd_epi32(sum[r], low, Broadcast32(a + kRow * r + 4 * g));
       }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        sum[r] =
-            _mm512_dpbusd_epi32(sum[r], high, Broadcast32(a + kQuantRowBytes * r + 16 + 4 * g));
+        sum[r] = _mm512_dpbusd_epi32(sum[r], high, Broadcast32(a + kRow * r + 16 + 4 * g));
       }
     }
   }
@@ -135,10 +135,11 @@ TM_HD void StoreTiles(const TileRun& run, const __m512 (&acc)[T][R]) {
   }
 }
 
-template <MatrixFormat F, int R, int T>
-void MultiplyTiles(const TileRun& run) {
+// Multiplies T tiles. add_step(tile step, panel step, acc) adds one step of a tile; a step of the
+// panel takes kPanelStep bytes.
+template <MatrixFormat F, int R, int T, int kPanelStep, class AddFn>
+TM_HD void MultiplyTilesWith(const TileRun& run, const AddFn& add_step) {
   constexpr int kStep = TileStepBytes(F);
-  constexpr int kPanelStep = PanelStepBytes(F, R);
   __m512 acc[T][R];
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) {
@@ -157,10 +158,17 @@ void MultiplyTiles(const TileRun& run) {
     }
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      AddStep<F, R>(run.tile + t * run.tile_bytes + s * kStep, run.panel + s * kPanelStep, acc[t]);
+      add_step(run.tile + t * run.tile_bytes + s * kStep, run.panel + s * kPanelStep, acc[t]);
     }
   }
   StoreTiles<F, R, T>(run, acc);
+}
+
+template <MatrixFormat F, int R, int T>
+void MultiplyTiles(const TileRun& run) {
+  MultiplyTilesWith<F, R, T, PanelStepBytes(F, R)>(
+      run, [](const uint8_t* w, const uint8_t* a, __m512(&acc)[R])
+               __attribute__((always_inline)) { AddStep<F, R>(w, a, acc); });
 }
 
 }  // namespace turbomind::TM_ISA

@@ -20,21 +20,25 @@ inline constexpr int kTilesAtOnce = 1;
 TM_HD float LoadFloat(const uint8_t* p) { return LoadAs(p, DataType::kFloat32, 0); }
 TM_HD float LoadHalf(const uint8_t* p) { return LoadAs(p, DataType::kFloat16, 0); }
 
+// Returns the code of a column of a step. `w` is its first byte of an output.
+template <MatrixFormat F>
+TM_HD int32_t QuantCode(const uint8_t* w, int column) {
+  const int group = column / 4;
+  if constexpr (F == MatrixFormat::kQ8_0) {
+    return w[64 * group + column % 4];
+  } else {
+    const uint8_t pair = w[64 * (group % 4) + column % 4];
+    return group < 4 ? pair & 0x0f : pair >> 4;
+  }
+}
+
 // Returns Σ (code - zero point) * activation of one block, for one output and one row.
 template <MatrixFormat F>
 TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
   int32_t sum = 0;
   for (int c = 0; c < kQuantBlock; ++c) {
-    const int group = c / 4;
-    int32_t code;
-    if constexpr (F == MatrixFormat::kQ8_0) {
-      code = w[64 * group + c % 4];
-    } else {
-      const uint8_t pair = w[64 * (group % 4) + c % 4];
-      code = group < 4 ? pair & 0x0f : pair >> 4;
-    }
     const int32_t x = 256 * static_cast<int8_t>(a[c]) + static_cast<int8_t>(a[kQuantBlock + c]);
-    sum += (code - ZeroPoint(F)) * x;
+    sum += (QuantCode<F>(w, c) - ZeroPoint(F)) * x;
   }
   return sum;
 }
