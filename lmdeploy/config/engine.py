@@ -50,7 +50,9 @@ class TurbomindEngineConfig:
             float16, bfloat16 or float32.
         model_format: `hf`, `gguf` or a quantization method such as `awq`. Models in another format
             are rejected. None accepts all formats.
-        gemm_input_dtype: must be None, because activations keep 16 bits.
+        gemm_input_dtype: int8 rounds the activations that are multiplied with quantized matrices
+            to 8 bits, which is faster and less accurate (docs/performance.md). CPU only. None
+            rounds them to 16 bits.
         session_len: maximum length of prompt plus answer. None uses the length that the model was
             trained for.
         max_batch_size: maximum number of sequences in one step. None uses 32 on CPU and 128 on
@@ -179,10 +181,13 @@ class TurbomindEngineConfig:
         refuse_unsupported(self, unsupported_fields(ENGINE))
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
         parse_weight_format(self.weight_format)
-        if self.gemm_input_dtype is not None:
-            wanted = "None, because activations keep 16 bits"
+        if self.gemm_input_dtype is not None and (
+            not isinstance(self.gemm_input_dtype, str) or self.gemm_input_dtype != "int8"
+        ):
             flag = "--gemm-input-dtype"
-            raise refuse("gemm_input_dtype", self.gemm_input_dtype, wanted=wanted, flag=flag)
+            raise refuse(
+                "gemm_input_dtype", self.gemm_input_dtype, wanted="int8 or None", flag=flag
+            )
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")
         self._check_model_files()
@@ -226,6 +231,12 @@ class TurbomindEngineConfig:
         if self.exact and self.needs_cuda:
             reason = "is not supported on CUDA. Remove --exact or use --device cpu."
             raise OptionError("exact", reason)
+        if self.int8_activations and self.needs_cuda:
+            reason = "is not supported on CUDA. Remove --gemm-input-dtype or use --device cpu."
+            raise OptionError("gemm_input_dtype", reason)
+        if self.int8_activations and self.exact:
+            reason = "cannot be used with exact. Remove --gemm-input-dtype or --exact."
+            raise OptionError("gemm_input_dtype", reason)
 
     def _check_model_files(self) -> None:
         for name in ("revision", "download_dir"):
@@ -241,6 +252,11 @@ class TurbomindEngineConfig:
         ):
             wanted = "a JSON object with values of config.json"
             raise refuse("hf_overrides", overrides, wanted=wanted, flag="--hf-overrides")
+
+    @property
+    def int8_activations(self) -> bool:
+        """Return whether activations are rounded to 8 bits."""
+        return self.gemm_input_dtype == "int8"
 
     @property
     def needs_cuda(self) -> bool:

@@ -65,6 +65,10 @@ def open_device(config: TurbomindEngineConfig) -> Device:
         try:
             if config.exact:
                 raise ValueError("CUDA is not used: exact is supported only on the CPU.")
+            if config.int8_activations:
+                raise ValueError(
+                    "CUDA is not used: int8 activations are supported only on the CPU."
+                )
             threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
             return _turbomind.make_cuda_device(
                 gpu,
@@ -79,4 +83,6 @@ def open_device(config: TurbomindEngineConfig) -> Device:
             level = logging.WARNING if os.path.exists(_DRIVER_FILE) else logging.INFO
             logger.log(level, "%s", error)
     name = "cpu" if config.device_type == "auto" else config.device_type
-    return _turbomind.make_device(name, config.num_threads or usable_cores())
+    return _turbomind.make_device(
+        name, config.num_threads or usable_cores(), int8_activations=config.int8_activations
+    )

@@ -52,6 +52,8 @@ def identity_of_cache(
         "rope_factor": float(config.rope_scaling_factor),
         "session_len": config.session_len if depends_on_length else None,
     }
+    if config.gemm_input_dtype is not None:  # stores of the default lack this key
+        known["gemm_input_dtype"] = config.gemm_input_dtype
     calibration = kv.calibration
 
     @functools.cache

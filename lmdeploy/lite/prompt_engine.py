@@ -26,11 +26,18 @@ STALL_MS = 600_000
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A loaded model, its path and the number of worker threads."""
+    """A loaded model, its path, and the options of the device that computes it."""
 
     path: str
     loaded: LoadedModel
     threads: int
+    int8_activations: bool = False
+
+    def make_device(self) -> _turbomind.Device:
+        """Return a new device that computes the model."""
+        from lmdeploy import _turbomind
+
+        return _turbomind.make_cpu_device(self.threads, int8_activations=self.int8_activations)
 
     @property
     def config(self) -> _turbomind.ModelConfig:
@@ -88,12 +95,11 @@ class PromptEngine:
         from lmdeploy import _turbomind
 
         self._request_type = _turbomind.Request
-        device = _turbomind.make_cpu_device(model.threads)
         self._engine = _turbomind.Engine(
             model.config,
             prompt_config(configure, context),
             model.loaded.weights,
-            device,
+            model.make_device(),
             free_memory_bytes(),
         )
         self._next_id = 1

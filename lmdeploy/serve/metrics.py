@@ -125,6 +125,7 @@ class _EngineCollector(Collector):
             yield counter
         yield self._clipped(stats)
         yield self._cache_info()
+        yield self._gemm_info()
         yield self._vllm_cache_info(stats)
         yield from self._store()
 
@@ -174,6 +175,16 @@ class _EngineCollector(Collector):
             labels=["model_name", *labels],
         )
         info.add_metric([*self._labels, *labels.values()], 1)
+        return info
+
+    def _gemm_info(self) -> Metric:
+        """Return a metric with the value 1 whose label is the type of activations."""
+        info = GaugeMetricFamily(
+            "lmdeploy:gemm_info",
+            "Type of activations that are multiplied with quantized matrices, as a label.",
+            labels=["model_name", "gemm_input_dtype"],
+        )
+        info.add_metric([*self._labels, self._engine.loaded.gemm_input_dtype or "int16"], 1)
         return info
 
     def _vllm_cache_info(self, stats: _turbomind.EngineStats) -> Metric:

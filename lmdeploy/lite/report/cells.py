@@ -92,9 +92,8 @@ class DecodeEngine:
         options.enable_prefix_caching = True
         options.max_prefill_token_num = 2048
         self._request_type = _turbomind.Request
-        device = _turbomind.make_cpu_device(model.threads)
         self._engine = _turbomind.Engine(
-            model.config, options, model.loaded.weights, device, free_memory_bytes()
+            model.config, options, model.loaded.weights, model.make_device(), free_memory_bytes()
         )
         self._next_id = 1
 

@@ -18,20 +18,21 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
-// The devices that need only a number of threads, by their names in --device. A CUDA device needs
-// more options, so make_cuda_device makes it.
+// The devices that need no other options than these, by their names in --device. A CUDA device
+// needs more options, so make_cuda_device makes it.
 struct DeviceType {
   const char* name;
-  std::unique_ptr<Device> (*make)(int num_threads);
+  std::unique_ptr<Device> (*make)(int num_threads, bool int8_activations);
 };
 constexpr DeviceType kDeviceTypes[] = {
-    {"cpu", [](int num_threads) { return MakeCpuDevice(num_threads); }},
+    {"cpu", [](int num_threads, bool int8) { return MakeCpuDevice(num_threads, "", int8); }},
 };
 
-std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads) {
+std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads,
+                                   bool int8_activations) {
   for (const DeviceType& type : kDeviceTypes) {
     if (name == type.name) {
-      return type.make(num_threads);
+      return type.make(num_threads, int8_activations);
     }
   }
   throw InvalidArgument("device_type is \"" + name.substr(0, 64) +
@@ -60,11 +61,13 @@ void DefDevices(py::module_& m) {
       .def_property_readonly("capability", &Device::capability);
   m.def(
       "make_cpu_device",
-      [](int num_threads, const std::string& isa) {
-        return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa));
+      [](int num_threads, const std::string& isa, bool int8_activations) {
+        return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa, int8_activations));
       },
-      py::arg("num_threads"), py::arg("isa") = "");
-  m.def("make_device", &MakeDevice, py::arg("name"), py::arg("num_threads"));
+      py::arg("num_threads"), py::arg("isa") = "", py::kw_only(),
+      py::arg("int8_activations") = false);
+  m.def("make_device", &MakeDevice, py::arg("name"), py::arg("num_threads"), py::kw_only(),
+        py::arg("int8_activations") = false);
   m.def("available_cpu_isas", &AvailableCpuIsas);
 
   py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")

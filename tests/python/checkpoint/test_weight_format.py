@@ -235,14 +235,6 @@ def test_unknown_formats_are_rejected(value: Any, message: str) -> None:
         TurbomindEngineConfig(weight_format=value)
 
 
-@pytest.mark.parametrize("value", ["int8", "fp8", "", 8])
-def test_gemm_input_dtype_is_rejected(value: Any) -> None:
-    message = r"gemm_input_dtype is .* It must be None, .*16 bits \(--gemm-input-dtype\)"
-    with pytest.raises(ValueError, match=message):
-        TurbomindEngineConfig(gemm_input_dtype=value)
-    assert TurbomindEngineConfig(gemm_input_dtype=None).gemm_input_dtype is None
-
-
 def test_flags_reach_the_options(llama: Path) -> None:
     from lmdeploy.cli.engine_flags import engine_config
     from lmdeploy.cli.main import make_parser
@@ -252,8 +244,6 @@ def test_flags_reach_the_options(llama: Path) -> None:
         return engine_config(parser.parse_args(["serve", "api_server", str(llama), *flags]))
 
     assert parse("--weight-format", "mlp=int4").weight_format == "mlp=int4"
-    with pytest.raises(ValueError, match="gemm_input_dtype is 'int8'"):
-        parse("--gemm-input-dtype", "int8")
 
 
 def test_formats_are_those_that_the_engine_has() -> None:

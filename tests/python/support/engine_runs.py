@@ -22,12 +22,13 @@ class EngineRun:
         session_len: int = 1024,
         rotated: bool = False,
         weight_format: str | None = None,
+        int8_activations: bool = False,
     ) -> None:
         from lmdeploy import _turbomind
         from lmdeploy.engine.model_files import ModelChanges, load_model
 
         self._native = _turbomind
-        device = _turbomind.make_cpu_device(2)
+        device = _turbomind.make_cpu_device(2, int8_activations=int8_activations)
         changes = ModelChanges(weight_format=weight_format)
         self.model = load_model(path, exact=exact, device=device, progress=False, changes=changes)
         config = _turbomind.EngineConfig()
