@@ -6,9 +6,10 @@
     python benchmarks/bench_engine.py --model FOLDER --device cuda --batches 1,32,128
     python benchmarks/bench_engine.py --modes nvfp4 --long-prompt 32768
 
-The suite measures the table of targets (targets.py) in alternating pairs of runs. llama.cpp runs
-with the fastest of three settings for each workload. The file is written after every row. A second
-run with the same file measures missing rows and rows of other commits.
+The suite measures the table of targets (targets.py) in alternating pairs of runs. The baseline
+(llama.cpp, or that of --baseline) runs with the fastest of three settings for each workload. The
+file is written after every row and belongs to one baseline. A second run with the same file
+measures missing rows and rows of other commits.
 
 Without --suite, the benchmark times our engine on cells of any size, on the CPU or a GPU. A figure
 is the median of the repetitions. The engine samples each token by argmax over the vocabulary.
@@ -35,7 +36,7 @@ from server_process import peak_bytes
 from lmdeploy.config.kv_format_options import reported_formats
 
 if TYPE_CHECKING:
-    from baselines.llama_cpp import LlamaCpp
+    from baselines.baseline import Baseline
     from targets import Target
 
     from lmdeploy import _turbomind
@@ -54,19 +55,33 @@ def load(options: argparse.Namespace) -> tuple[Any, _turbomind.Device]:
     return load_model(options.model, device=device), device
 
 
-def make_baseline(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
-    """Load llama.cpp and print its kernels. Return None if it is not installed."""
+def make_baseline(options: argparse.Namespace, loaded: Any) -> Baseline | None:
+    """Load the baseline of --baseline. Return None if it is not installed."""
+    path, threads = str(loaded.path), options.num_threads
     try:
-        from baselines.llama_cpp import LlamaCpp, build_of_llama_cpp, kernels_in_library
+        if options.baseline == "openvino":
+            from baselines.openvino import OpenVino
+
+            return OpenVino(path, threads=threads, vocab_size=loaded.config.vocab_size)
+        if options.baseline == "ik_llama.cpp":
+            from baselines.ik_llama_cpp import IkLlamaCpp
+
+            return IkLlamaCpp(path, threads=threads, program=options.ik_llama_bench)
+        return make_llama_cpp(path, threads=threads)
     except ImportError as error:
-        print(f"no baseline: {error}; pip install llama-cpp-python")
+        print(f"no baseline: {error}")
         return None
-    baseline = LlamaCpp(str(path), threads=options.num_threads)
+
+
+def make_llama_cpp(path: str, *, threads: int) -> Baseline:
+    """Load llama.cpp and print its kernels. Raise ImportError if it is not installed."""
+    from baselines.llama_cpp import LlamaCpp, build_of_llama_cpp, kernels_in_library
+
     build = build_of_llama_cpp()
     kernels = [name for name, found in kernels_in_library().items() if found]
     print(f"llama.cpp {build['llama_cpp_python']}, {build['compiler']}; reports {build['flags']}")
     print(f"llama.cpp kernels found in its library: {', '.join(kernels) or 'none'}")
-    return baseline
+    return LlamaCpp(path, threads=threads)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -110,9 +125,10 @@ def run_suite(options: argparse.Namespace) -> None:
 
     targets = targets_of(options)
     file = ResultsFile(options.json)
-    file.measured_on(describe_machine(options.num_threads))
     loaded, _ = load(options)
-    baseline = make_baseline(options, Path(loaded.path))
+    baseline = make_baseline(options, loaded)
+    machine = describe_machine(options.num_threads)
+    file.measured_on({**machine, **(baseline.about() if baseline else {})})
     suite = TargetSuite(
         loaded,
         baseline,
@@ -197,6 +213,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = group.add_argument
     add("--suite", choices=("targets",), help="measure the table of targets")
     add("--only", help="names of targets, with commas")
+    names = ("llama.cpp", "ik_llama.cpp", "openvino")
+    add("--baseline", choices=names, default=names[0], help="default: %(default)s")
+    add("--ik-llama-bench", type=Path, help="the llama-bench program of ik_llama.cpp")
     add("--attention-bench", type=Path, help="binary attention_alone_bench")
     options = parser.parse_args(arguments)
     if options.suite and (options.profile or options.device != "cpu"):

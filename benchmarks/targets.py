@@ -15,13 +15,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from baselines.settings import BY_NAME as SETTING_BY_NAME
-from baselines.settings import SETTINGS, Setting
 from our_engine import Cell, OurEngine, quality_of
 from results import ResultsFile, Row
 
 if TYPE_CHECKING:
-    from baselines.llama_cpp import LlamaCpp
+    from baselines.baseline import Baseline, Setting
 
 T = TypeVar("T")
 
@@ -49,7 +47,7 @@ class Kind(Enum):
 class Target:
     """One line of the table. `better` is the direction in which the ratio meets `goal`.
 
-    `settings` names the settings of llama.cpp that are tried (baselines/settings.py).
+    `settings` is the kind of work for which a baseline chooses the settings that are tried.
     """
 
     name: str
@@ -82,6 +80,7 @@ TARGETS = (
     Target("decode-2048-batch-1", Kind.DECODE, 1.8, Cell(2048, 1, 32), "decode"),
     Target("decode-8192-batch-1", Kind.DECODE, 3.5, Cell(8192, 1, 16), "decode"),
     Target("prefill-128", Kind.PREFILL, 3.0, Cell(128, 1, 1), "prefill"),
+    Target("prefill-512", Kind.PREFILL, 1.5, Cell(512, 1, 1), "prefill"),
     Target("prefill-2048", Kind.PREFILL, 4.0, Cell(2048, 1, 1), "prefill"),
     Target("prefill-8192", Kind.PREFILL, 6.0, Cell(8192, 1, 1), "prefill"),
     Target("decode-128-batch-32", Kind.DECODE, 5.0, Cell(128, 32, 32), "batch"),
@@ -189,7 +188,7 @@ class TargetSuite:
     def __init__(
         self,
         loaded: Any,
-        baseline: LlamaCpp | None,
+        baseline: Baseline | None,
         *,
         file: ResultsFile,
         threads: int,
@@ -203,8 +202,8 @@ class TargetSuite:
     def run(self, targets: Sequence[Target]) -> None:
         """Measure and print the rows. Rows of the file are not measured again."""
         measures = {
-            Kind.DECODE: self._against_llama_cpp,
-            Kind.PREFILL: self._against_llama_cpp,
+            Kind.DECODE: self._against_baseline,
+            Kind.PREFILL: self._against_baseline,
             Kind.DECODE_OWN: self._own,
             Kind.MEMORY: self._memory,
             Kind.ATTENTION: self._attention,
@@ -226,28 +225,29 @@ class TargetSuite:
         device = _turbomind.make_cpu_device(self._threads)
         return OurEngine(self._loaded, device, cell=cell, mode=mode)
 
-    def _llama_cpp(self) -> LlamaCpp:
+    def _require_baseline(self) -> Baseline:
         if not self._baseline:
-            raise NotMeasured("llama-cpp-python is not installed")
+            raise NotMeasured("there is no baseline")
         return self._baseline
 
     def _setting(self, target: Target) -> Setting:
-        """Return the fastest setting of llama.cpp for the cell."""
-        cell, baseline = target.cell, self._llama_cpp()
+        """Return the fastest setting of the baseline for the cell."""
+        cell, baseline = target.cell, self._require_baseline()
+        choices = {s.name: s for s in baseline.settings(target.settings)}
         works = f"{target.kind.value}, batch {cell.batch}, context {cell.context}"
         speeds = self._file.search(
-            f"{self.model}: {works}, {target.settings} settings",
-            lambda: {
-                s.name: speed_of(baseline, target, setting=s) for s in SETTINGS[target.settings]
-            },
+            f"{self.model}: {works}, {target.settings} settings of {baseline.name}",
+            lambda: {name: speed_of(baseline, target, setting=s) for name, s in choices.items()},
         )
-        return SETTING_BY_NAME[max(speeds, key=lambda name: speeds[name])]
+        if not any(speeds.values()):
+            raise NotMeasured(f"{baseline.name} refuses every setting")
+        return choices[max(speeds, key=lambda name: speeds[name])]
 
-    def _against_llama_cpp(self, target: Target) -> Runs:
+    def _against_baseline(self, target: Target) -> Runs:
         setting, cell = self._setting(target), target.cell
         with ExitStack() as stack:
             engine = stack.enter_context(self._engine(cell, target.mode))
-            context = stack.enter_context(self._llama_cpp().context(cell, setting))
+            context = stack.enter_context(self._require_baseline().context(cell, setting))
             ours, theirs = lambda: engine.decode(cell), context.decode
             if target.kind is Kind.PREFILL:
                 engine.prefill(replace(cell, context=min(cell.context, 512)))  # warm up
@@ -255,7 +255,7 @@ class TargetSuite:
             else:
                 context.fill()
                 engine.decode(cell)
-                context.decode()
+            theirs()
             pairs = alternate(ours, theirs, repeats=self._repeats)
             return Runs(*pairs, engine.format, setting.name)
 
@@ -272,7 +272,8 @@ class TargetSuite:
 
     def _memory(self, target: Target) -> Runs:
         """Compare with the setting of llama.cpp that needs the least memory."""
-        self._llama_cpp()
+        if self._require_baseline().name != "llama.cpp":
+            raise NotMeasured("memory is compared with llama.cpp only")
 
         def peak(engine: str, setting: str) -> int:
             """Return the peak bytes of one engine in a new process (bench_engine.py --peak)."""
@@ -315,8 +316,8 @@ class TargetSuite:
         raise NotMeasured("run benchmarks/bench_server.py --llama-server PATH --json FILE")
 
 
-def speed_of(baseline: LlamaCpp, target: Target, *, setting: Setting) -> float:
-    """Return tokens per second of one run after a warm-up, or 0 if llama.cpp refuses."""
+def speed_of(baseline: Baseline, target: Target, *, setting: Setting) -> float:
+    """Return tokens per second of one run after a warm-up, or 0 if the baseline refuses."""
     try:
         with baseline.context(target.cell, setting) as context:
             if target.kind is Kind.PREFILL:
@@ -325,7 +326,7 @@ def speed_of(baseline: LlamaCpp, target: Target, *, setting: Setting) -> float:
             context.decode()
             return round(context.decode(), 2)
     except RuntimeError as error:
-        print(f"llama.cpp, {setting.name}: skipped: {error}")
+        print(f"{baseline.name}, {setting.name}: skipped: {error}")
         return 0.0
 
 

@@ -27,6 +27,7 @@ MODELS = {
 # Name in the results → label. Smaller is better for the rows in SMALLER.
 WORKLOADS = {
     "prefill-128": "Prefill, 128 tokens",
+    "prefill-512": "Prefill, 512 tokens",
     "prefill-2048": "Prefill, 2,048 tokens",
     "prefill-8192": "Prefill, 8,192 tokens",
     "decode-128-16bit": "Decode at 128, 16-bit cache",

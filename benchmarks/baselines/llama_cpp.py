@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 from our_engine import Cell
 
-from baselines.settings import Setting
+from baselines.settings import SETTINGS, Setting
 
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512
@@ -115,6 +115,8 @@ class Context:
 class LlamaCpp:
     """The loaded model. Every run makes a context of the size that it needs."""
 
+    name = "llama.cpp"
+
     def __init__(
         self, path: str, *, threads: int, use_mmap: bool = True, repack: bool = True
     ) -> None:
@@ -129,6 +131,14 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp cannot load {path}.")
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(vocab))
+
+    def about(self) -> dict[str, Any]:
+        """Return nothing: results.describe_machine has its build and its kernels."""
+        return {}
+
+    def settings(self, work: str) -> Sequence[Setting]:
+        """Return the settings to try for a kind of work."""
+        return SETTINGS[work]
 
     @contextmanager
     def context(self, cell: Cell, setting: Setting) -> Iterator[Context]:

@@ -7,6 +7,7 @@ import json
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_drafts
@@ -17,7 +18,7 @@ import draft_workloads
 import numpy as np
 import pytest
 from results import ResultsFile
-from targets import BY_NAME, Runs, row_of
+from targets import BY_NAME, Runs, TargetSuite, row_of
 
 ROOT = Path(__file__).parents[3]
 DECODE, MEMORY = BY_NAME["decode-2048-batch-1"], BY_NAME["memory"]
@@ -62,6 +63,26 @@ def test_committed_results_contain_rows_of_the_suite():
     for path in (ROOT / "benchmarks/results").glob("targets_*.json"):
         rows = json.loads(path.read_text())["rows"]
         assert rows and all(row["name"] in BY_NAME for row in rows)
+
+
+def test_suite_leaves_a_row_empty_if_the_baseline_refuses_every_setting(tmp_path, capsys):
+    class Refusing:
+        name = "other engine"
+
+        def settings(self, work: str) -> list[SimpleNamespace]:
+            assert work == "batch"
+            return [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+
+        def context(self, cell: Any, setting: Any) -> Any:
+            raise RuntimeError(f"no {setting.name} with {cell.batch} sequences")
+
+    loaded = SimpleNamespace(path="model.gguf")
+    file = ResultsFile(tmp_path / "rows.json", commit="a")
+    suite = TargetSuite(loaded, Refusing(), file=file, threads=1, repeats=5, attention_bench=None)
+    suite.run([BY_NAME["decode-128-batch-32"]])
+    printed = capsys.readouterr().out
+    assert "other engine, b: skipped: no b with 32 sequences" in printed
+    assert "not measured: other engine refuses every setting" in printed
 
 
 def test_bench_engine_rejects_unknown_targets(capsys):
