@@ -50,7 +50,11 @@ def load(options: argparse.Namespace) -> tuple[Any, _turbomind.Device]:
     from lmdeploy.engine.devices import open_device
     from lmdeploy.engine.model_files import load_model
 
-    config = TurbomindEngineConfig(device_type=options.device, num_threads=options.num_threads)
+    config = TurbomindEngineConfig(
+        device_type=options.device,
+        num_threads=options.num_threads,
+        gemm_input_dtype=options.gemm_input_dtype,
+    )
     device = open_device(config)
     return load_model(options.model, device=device), device
 
@@ -128,6 +132,7 @@ def run_suite(options: argparse.Namespace) -> None:
     loaded, _ = load(options)
     baseline = make_baseline(options, loaded)
     machine = describe_machine(options.num_threads)
+    machine["gemm_input_dtype"] = options.gemm_input_dtype
     file.measured_on({**machine, **(baseline.about() if baseline else {})})
     suite = TargetSuite(
         loaded,
@@ -136,6 +141,7 @@ def run_suite(options: argparse.Namespace) -> None:
         threads=options.num_threads,
         repeats=options.repeats or 5,
         attention_bench=options.attention_bench,
+        int8=options.gemm_input_dtype == "int8",
     )
     suite.run(targets)
     if baseline:
@@ -202,6 +208,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, help="default: 3; --suite: 5")
     add("--num-threads", type=int, default=threads)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
+    add("--gemm-input-dtype", choices=("int8",), help="round activations to 8 bits")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
     add(
         "--long-prompt",

@@ -17,7 +17,8 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 # Results and pages change with every measured row, but speed does not depend on them.
 SOURCES = (".", ":!benchmarks/results", ":!docs", ":!tests", ":!*.md")
-SAME_MACHINE = ("cpu", "cores", "threads", "isa", "llama_cpp", "ik_llama_cpp", "openvino_genai")
+BASELINES = ("llama_cpp", "ik_llama_cpp", "openvino_genai")
+SAME_MACHINE = ("cpu", "cores", "threads", "isa", "gemm_input_dtype", *BASELINES)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -183,7 +183,10 @@ def json_of(command: Sequence[str]) -> Any:
 
 
 class TargetSuite:
-    """Measures the targets for one model and writes every row to the file."""
+    """Measures the targets for one model and writes every row to the file.
+
+    `int8` rounds the activations of our linear layers to 8 bits (`gemm_input_dtype`).
+    """
 
     def __init__(
         self,
@@ -194,7 +197,9 @@ class TargetSuite:
         threads: int,
         repeats: int,
         attention_bench: Path | None,
+        int8: bool = False,
     ) -> None:
+        self._int8 = int8
         self._loaded, self._baseline, self._file = loaded, baseline, file
         self._threads, self._repeats, self._bench = threads, repeats, attention_bench
         self.model = Path(loaded.path).stem
@@ -222,7 +227,7 @@ class TargetSuite:
     def _engine(self, cell: Cell, mode: str) -> OurEngine:
         from lmdeploy import _turbomind
 
-        device = _turbomind.make_cpu_device(self._threads)
+        device = _turbomind.make_cpu_device(self._threads, int8_activations=self._int8)
         return OurEngine(self._loaded, device, cell=cell, mode=mode)
 
     def _require_baseline(self) -> Baseline:
