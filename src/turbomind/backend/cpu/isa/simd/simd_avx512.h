@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/simd/dot_pairs_avx512.h"
 #include "turbomind/core/host_device.h"
 
 namespace turbomind::TM_ISA {
@@ -238,12 +239,7 @@ TM_HD I32x16 LookupNibble(ShortTable t, I32x16 words) {
   return LookupPairs(t, ShiftRight<4 * K>(words));
 }
 // Returns sum + a.low * b.low + a.high * b.high.
-TM_HD I32x16 DotPairs(I32x16 sum, I32x16 a, I32x16 b) {
-  // Use asm: with the intrinsic, GCC 12 copies every sum of an array through the stack.
-  __m512i total = sum.v;
-  asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(a.v), "v"(b.v));
-  return {total};
-}
+TM_HD I32x16 DotPairs(I32x16 sum, I32x16 a, I32x16 b) { return {DotPairs(sum.v, a.v, b.v)}; }
 // Loads 16 nibbles each from a (low halves) and b (high halves) into the low bits of each half. The
 // bits above are undefined.
 TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
