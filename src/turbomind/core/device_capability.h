@@ -40,7 +40,8 @@ struct DeviceCapability {
   // The device computes in FP32 if the option `exact` asks for it.
   bool has_fp32 = true;
   // The ops compute GGUF's K-quants as they are. If false, the loader converts them to other
-  // formats and PackMatrix refuses them. A CPU has them with scalar code and AVX2.
+  // formats and PackMatrix refuses them. A CPU has them, except for AVX-512 and
+  // AMX with activations of 8 bits.
   bool has_k_quants = false;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;

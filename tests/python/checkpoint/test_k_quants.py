@@ -38,11 +38,6 @@ TILE_ROWS = 16
 FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 EXTREME = np.array([0, 1, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x8000, 0x7C00, 0xFC00, 0x7E00], "<u2")
 
-pytestmark = pytest.mark.skipif(
-    not _turbomind.make_cpu_device(1).capability.has_k_quants,
-    reason="this instruction set has no kernels for K-quants",
-)
-
 
 def random_rows(kind: str, rows: int, cols: int) -> np.ndarray:
     """Return rows of random bytes whose factors are realistic, extreme or not finite."""

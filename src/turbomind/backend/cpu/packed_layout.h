@@ -33,8 +33,8 @@
 //   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, for formats with
 //              minima, float d*sum[R]. kQ6_K has int32[2][R], one for each 16 columns. An
 //              activation is (256 * high + low) * d; a row stores its high bytes, then its low
-//              bytes (with AVX2 and kQ8_0, kQ5_K and kQ6_K as int16 pairs:
-//              isa/linear/linear_avx2.h)
+//              bytes (AVX2 and AVX-512: kQ5_K and kQ6_K as int16 pairs, AVX2 also kQ8_0:
+//              isa/linear/arrange_shorts.h)
 //   quantized, activations of 8 bits: int8[R][32] (with AVX2 and kQ8_0 int16[R][32]), then the same
 //              scales, sums and minima. An activation is its code times d
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,

@@ -211,7 +211,7 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
 }
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
-  kernels.has_k_quants = ComputesKQuants();
+  kernels.has_k_quants = true;
   kernels.pack_panel = PackPanel;
   kernels.panel_bytes = FullPanelBytes;
   kernels.multiply = Multiply;

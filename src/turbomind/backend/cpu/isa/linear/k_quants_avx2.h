@@ -17,8 +17,6 @@
 
 namespace turbomind::TM_ISA {
 
-inline constexpr bool kComputesKQuants = true;
-
 // The scales of 16 or 32 columns of 8 outputs: exact products of FP16 and 6 or 8 bits.
 struct KScales {
   __m256 scale;
@@ -223,8 +221,9 @@ void MultiplyKRow(const TileRun& run) {
   StoreHalf(run, 0, 1, acc[1]);
 }
 
-template <MatrixFormat F, int R>
-void MultiplyKTile(const TileRun& run) {
+template <MatrixFormat F, int R, int T>
+void MultiplyKTiles(const TileRun& run) {
+  static_assert(T == 1);
   if constexpr (R == 1) {
     MultiplyKRow<F>(run);
   } else {

@@ -1,7 +1,7 @@
 #pragma once
 
 // Computes y tile = tile · panelᵀ for K-quants in portable code. This is the definition of their
-// arithmetic; k_quants_avx2.h gives the same bits.
+// arithmetic; the other instruction sets give the same bits.
 
 #include <cstdint>
 
@@ -11,8 +11,6 @@
 #include "turbomind/core/float_convert.h"
 
 namespace turbomind::TM_ISA {
-
-inline constexpr bool kComputesKQuants = true;
 
 // Returns the code of a column of a step. `w` is its first byte of lane `output`.
 template <MatrixFormat F>
@@ -84,8 +82,9 @@ TM_HD float AddKStep(const uint8_t* block, int step, int64_t output, const uint8
   }
 }
 
-template <MatrixFormat F, int R>
-void MultiplyKTile(const TileRun& run) {
+template <MatrixFormat F, int R, int T>
+void MultiplyKTiles(const TileRun& run) {
+  static_assert(T == 1);
   const int64_t outputs = run.num_outputs < kTileRows ? run.num_outputs : kTileRows;
   for (int64_t output = 0; output < outputs; ++output) {
     for (int r = 0; r < R; ++r) {

@@ -99,7 +99,7 @@ template <MatrixFormat F>
 struct TileKernel {
   static constexpr MatrixFormat kFormat = F;
   template <int R>
-  static constexpr int kTiles = IsKQuant(F) ? 1 : kTilesAtOnce<R>;
+  static constexpr int kTiles = kTilesAtOnce<R>;
 
   static constexpr int64_t PanelBytes(int64_t cols) {
     return turbomind::PanelBytes(F, cols, kPanelRows);
@@ -108,7 +108,7 @@ struct TileKernel {
   template <int R, int T>
   static void Multiply(const TileRun& run) {
     if constexpr (IsKQuant(F)) {
-      MultiplyKTile<F, R>(run);
+      MultiplyKTiles<F, R, T>(run);
     } else {
       MultiplyTiles<F, R, T>(run);
     }
@@ -121,8 +121,6 @@ void MultiplyFormat(const MultiplyArgs& a) {
 }
 
 }  // namespace
-
-bool ComputesKQuants() { return kComputesKQuants; }
 
 void PackPanel(const PackPanelArgs& args) {
   switch (args.format) {

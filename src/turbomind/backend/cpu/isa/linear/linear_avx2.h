@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/linear/arrange_shorts.h"
 #include "turbomind/backend/cpu/isa/linear/linear.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
@@ -47,21 +48,11 @@ TM_HD constexpr bool UsesShorts(MatrixFormat format) {
          format == MatrixFormat::kQ6_K;
 }
 
-// Returns the column of number i of a row of int16: the first and the third of four adjacent
-// columns come first, then the second and the fourth.
-TM_HD constexpr int ShortColumn(int i) { return i / 4 * 4 + i % 2 * 2 + i % 4 / 2; }
-
 // Rearranges a row of a step from QuantizeBlock's layout to DotRow's.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
-  if (!UsesShorts(format)) {
-    return;
+  if (UsesShorts(format)) {
+    ArrangeShorts(row);
   }
-  int16_t pairs[kQuantBlock];
-  for (int i = 0; i < kQuantBlock; ++i) {
-    const int8_t* high = reinterpret_cast<const int8_t*>(row) + ShortColumn(i);
-    pairs[i] = static_cast<int16_t>(high[0] * 256 + high[kQuantBlock]);
-  }
-  __builtin_memcpy(row, pairs, sizeof(pairs));
 }
 
 // Number of passes over the columns of a block. A pass covers as many codes as fit in the registers

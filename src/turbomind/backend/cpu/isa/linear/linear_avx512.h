@@ -11,14 +11,20 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/linear/arrange_shorts.h"
 #include "turbomind/backend/cpu/isa/linear/linear.h"
 #include "turbomind/backend/cpu/isa/simd/broadcast_avx512.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind::TM_ISA {
 
-// The codes of activations stay in QuantizeBlock's layout.
-TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
+// Rearranges a row of a step from QuantizeBlock's layout to that of the kernels: int16 for
+// K-quants whose codes have more than 4 bits.
+TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
+  if (format == MatrixFormat::kQ5_K || format == MatrixFormat::kQ6_K) {
+    ArrangeShorts(row);
+  }
+}
 
 // Tiles per call: several tiles hide latency when there are few rows.
 template <int R>
