@@ -3,9 +3,11 @@
 // as in linear_avx512.h and mxfp4_tiles_avx512.h, in the same order, so the bits are the same.
 //
 // 4-bit codes are widened to BF16, and the high halves of the activations are stored times 256. One
-// tile of FP32 sums then takes both halves, because |Σ| < 2^24. 8-bit codes exceed that bound, so
-// they are multiplied as bytes, with one tile of sums for each half. Codes are widened once for all
-// panels.
+// tile of FP32 sums then takes both halves, because |Σ| < 2^24. Codes of 5 and 8 bits exceed that
+// bound, so they are multiplied as bytes, with one tile of sums for each half. The sums of 16
+// columns of kQ6_K are below it, but each half of the columns has a scale and a tile of sums of its
+// own; its high and low activations are side by side, times the same codes twice. Codes are widened
+// once for all panels.
 //
 // Activations of 8 bits take one tile of activations instead of two, and one tile of sums.
 //
@@ -19,6 +21,8 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/tiles.h"
+#include "turbomind/backend/cpu/isa/amx/widen_codes.h"
+#include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4_tiles_avx512.h"
@@ -36,29 +40,25 @@ namespace {
 
 constexpr int kPair = 2;  // adjacent tiles of weights per call
 
-// Tile registers: the sums of a block and of the next one (or of both halves), activations, codes.
+// Tile registers: the sums of a block and of the next one (or two sums of a block), activations,
+// codes.
 constexpr int kSumTiles = 0;
 constexpr int kHighTile = 4;
 constexpr int kLowTile = 5;
 constexpr int kCodeTiles = 6;
-
-constexpr bool InBytes(MatrixFormat format) { return format == MatrixFormat::kQ8_0; }
 
 // A kernel: a format of weights, and whether activations have 8 bits instead of 16.
 struct Kernel {
   MatrixFormat format;
   bool int8 = false;
 
-  // Returns whether the halves of the activations have sums of their own.
-  constexpr bool has_two_sums() const { return InBytes(format) && !int8; }
+  // Returns whether the halves of the activations, or those of the columns of kQ6_K, have sums of
+  // their own.
+  constexpr bool has_two_sums() const {
+    return (InBytes(format) || format == MatrixFormat::kQ6_K) && !int8;
+  }
   constexpr int64_t panel_step() const { return TilePanelStep(format, int8); }
 };
-
-// Bytes of the widened codes of a tile's block: int8[8][16 outputs][4 columns] or bf16[16][16
-// outputs][2].
-constexpr int CodeBytes(MatrixFormat format) {
-  return kTileRows * kQuantBlock * (InBytes(format) ? 1 : 2);
-}
 
 TileShape ShapeFor(MatrixFormat format) {
   TileShape shape;
@@ -74,66 +74,27 @@ TileShape ShapeFor(MatrixFormat format) {
   return shape;
 }
 
-// The values of 4-bit codes as BF16, stored twice. A permutation of 32 words uses five bits of each
-// index, so a nibble needs no mask.
-struct CodeWords {
-  alignas(64) uint16_t of[32];
-};
-
-constexpr CodeWords MakeCodeWords(MatrixFormat format) {
-  constexpr int kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-  CodeWords words = {};
-  for (int i = 0; i < 32; ++i) {
-    const int code = i % 16;
-    const int value = IsMxfp4(format) ? kDoubledE2m1[code] : code - ZeroPoint(format);
-    int magnitude = value < 0 ? -value : value;
-    int exponent = 127 + 7;  // for an 8-bit significand whose first bit is set
-    while (magnitude != 0 && magnitude < 128) {
-      magnitude *= 2;
-      --exponent;
-    }
-    const int bits = magnitude == 0 ? 0 : exponent << 7 | (magnitude & 0x7f);
-    words.of[i] = static_cast<uint16_t>(bits | (value < 0 ? 0x8000 : 0));
-  }
-  return words;
-}
-
+// Returns the scales of a block of a tile: before its codes, after them for transposed MXFP4. Those
+// of a K-quant are at the start of the super-block.
 template <MatrixFormat F>
-constexpr CodeWords kCodeWords = MakeCodeWords(F);
-
-static_assert(kCodeWords<MatrixFormat::kQ4_0>.of[0] == 0xc100);   // -8
-static_assert(kCodeWords<MatrixFormat::kQ4_1>.of[31] == 0x4170);  // 15
-static_assert(kCodeWords<MatrixFormat::kMxfp4>.of[8] == 0);       // -0 counts as 0
-
-// Widens the codes of one block of a tile.
-template <MatrixFormat F>
-TM_HD void WidenBlock(const uint8_t* codes, uint8_t* to) {
-  if constexpr (InBytes(F)) {
-#pragma GCC unroll 8
-    for (int g = 0; g < 8; ++g) {
-      const __m512i v = _mm512_loadu_si512(codes + 64 * g);
-      _mm512_store_si512(to + 64 * g, _mm512_xor_si512(v, _mm512_set1_epi8(-128)));
-    }
+TM_HD const uint8_t* MetaAt(const uint8_t* tile, int64_t block) {
+  if constexpr (IsKQuant(F)) {
+    return tile + block / kKSteps * TileSuperBlockBytes(F);
   } else {
-    const __m512i words = _mm512_load_si512(kCodeWords<F>.of);
-#pragma GCC unroll 4
-    for (int g = 0; g < 4; ++g) {
-      const __m512i v = _mm512_loadu_si512(codes + 64 * g);
-      uint8_t* at = to + 256 * g;
-      _mm512_store_si512(at, _mm512_permutexvar_epi16(v, words));
-      _mm512_store_si512(at + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), words));
-      _mm512_store_si512(at + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), words));
-      _mm512_store_si512(at + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), words));
-    }
+    return tile + block * (IsMxfp4(F) ? kMxTileBlockBytes : TileStepBytes(F)) +
+           (IsMxfp4(F) ? kMxTileCodes : 0);
   }
 }
 
-// The block size of a tile and the offset of the codes: after the scales, or before them for
-// transposed MXFP4.
 template <MatrixFormat F>
-inline constexpr int64_t kBlockBytes = IsMxfp4(F) ? kMxTileBlockBytes : TileStepBytes(F);
-template <MatrixFormat F>
-inline constexpr int kCodesAt = IsMxfp4(F) ? 0 : TileMetaBytes(F);
+TM_HD const uint8_t* CodesAt(const uint8_t* tile, int64_t block) {
+  const uint8_t* meta = MetaAt<F>(tile, block);
+  if constexpr (IsKQuant(F)) {
+    return meta + KCodesAt(F) + block % kKSteps * TileStepBytes(F);
+  } else {
+    return IsMxfp4(F) ? meta - kMxTileCodes : meta + TileMetaBytes(F);
+  }
+}
 
 // The operands of a pair of tiles times one panel.
 struct PairRun {
@@ -150,7 +111,8 @@ struct PairRun {
   bool accumulate = false;
 };
 
-// Sums of one block: FP32, or int32 of the high halves followed by those of the low ones.
+// Sums of one block: FP32 (kQ6_K: of both halves of the columns), or int32 of the high halves
+// followed by those of the low ones.
 struct BlockSums {
   alignas(64) int32_t of[kPair][2][kPanelRows * kTileRows];
 };
@@ -175,7 +137,21 @@ TM_HD void SumBlock(const PairRun& run, int64_t block) {
   constexpr int64_t kStride = K.int8 ? TileRowBytes(F) : kQuantRowBytes;
   LoadTile<kHighTile>(x, kStride);
   LoadTile<kCodeTiles>(codes0, 64);
-  if constexpr (K.has_two_sums()) {
+  if constexpr (F == MatrixFormat::kQ6_K) {
+    constexpr int kHalf = CodeBytes(F) / 2;
+    ZeroTile<0>();
+    DotBf16<0, kHighTile, kCodeTiles>();
+    LoadTile<kCodeTiles + 1>(codes1, 64);
+    ZeroTile<2>();
+    DotBf16<2, kHighTile, kCodeTiles + 1>();
+    LoadTile<kLowTile>(x + kPanelRows * kQuantRowBytes, kStride);
+    LoadTile<kCodeTiles>(codes0 + kHalf, 64);
+    ZeroTile<1>();
+    DotBf16<1, kLowTile, kCodeTiles>();
+    LoadTile<kCodeTiles + 1>(codes1 + kHalf, 64);
+    ZeroTile<3>();
+    DotBf16<3, kLowTile, kCodeTiles + 1>();
+  } else if constexpr (K.has_two_sums()) {
     ZeroTile<0>();
     DotBytes<0, kHighTile, kCodeTiles>();
     LoadTile<kCodeTiles + 1>(codes1, 64);
@@ -217,7 +193,7 @@ TM_HD void StoreSums(BlockSums& sums) {
 template <Kernel K>
 TM_HD __m512 ReadSum(const BlockSums& sums, int tile, int r) {
   const int32_t* first = sums.of[tile][0] + r * kTileRows;
-  if constexpr (K.has_two_sums()) {
+  if constexpr (InBytes(K.format) && !K.int8) {
     const __m512i high = _mm512_slli_epi32(_mm512_load_si512(first), 8);
     const __m512i low = _mm512_load_si512(sums.of[tile][1] + r * kTileRows);
     return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_add_epi32(high, low));
@@ -228,38 +204,65 @@ TM_HD __m512 ReadSum(const BlockSums& sums, int tile, int r) {
   }
 }
 
+// Loads the scales of a block. `second` is the minimum of Q4_1, which is added instead of
+// subtracted, or unused if the format has one scale.
+template <MatrixFormat F>
+TM_HD KScales LoadScales(const uint8_t* tile, int64_t block) {
+  const uint8_t* meta = MetaAt<F>(tile, block);
+  if constexpr (IsKQuant(F)) {
+    return LoadKScales<F>(meta, static_cast<int>(block % kKSteps));
+  } else if constexpr (IsMxfp4(F)) {
+    const __m512 d = _mm512_loadu_ps(meta);
+    return {d, d};
+  } else {
+    return {LoadHalf16(meta), LoadHalf16(F == MatrixFormat::kQ4_1 ? meta + 32 : meta)};
+  }
+}
+
+// Adds the scaled sums of row r to acc. `scales` is the row's place in float d[16] of the panel.
+template <Kernel K>
+TM_HD __m512 AddRow(const BlockSums& sums, int tile, int r, const KScales& own,
+                    const uint8_t* scales, __m512 acc) {
+  constexpr MatrixFormat F = K.format;
+  const __m512 scale = BroadcastFloat(scales);
+  const __m512 sum = ReadSum<K>(sums, tile, r);
+  if constexpr (IsMxfp4(F)) {
+    return _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), own.scale, acc);
+  } else if constexpr (F == MatrixFormat::kQ6_K) {
+    const auto* second = reinterpret_cast<const float*>(sums.of[tile][1] + r * kTileRows);
+    const __m512 first = _mm512_mul_ps(sum, own.scale);
+    return _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_load_ps(second), own.second, first), scale, acc);
+  } else {
+    acc = _mm512_fmadd_ps(sum, _mm512_mul_ps(own.scale, scale), acc);
+    if constexpr (HasMinimum(F)) {
+      const __m512 offset = BroadcastFloat(scales + kTileStepMeta / 2);
+      acc = F == MatrixFormat::kQ4_1 ? _mm512_fmadd_ps(own.second, offset, acc)
+                                     : _mm512_fnmadd_ps(own.second, offset, acc);
+    }
+    return acc;
+  }
+}
+
 template <Kernel K>
 TM_HD void ScaleBlock(const PairRun& run, int64_t block, const BlockSums& sums,
                       __m512 (&acc)[kPair][kPanelRows]) {
   constexpr MatrixFormat F = K.format;
   const uint8_t* scales = run.panel + block * K.panel_step() + TileStepCodes(F, K.int8);
-  __m512 d[kPair];
-  __m512 m[kPair];
-#pragma GCC unroll 2
-  for (int t = 0; t < kPair; ++t) {
-    const uint8_t* meta = run.tile[t] + block * kBlockBytes<F>;
-    d[t] = IsMxfp4(F) ? _mm512_loadu_ps(meta + kMxTileCodes) : LoadHalf16(meta);
-    m[t] = F == MatrixFormat::kQ4_1 ? LoadHalf16(meta + 32) : d[t];
-  }
+  const KScales own[kPair] = {LoadScales<F>(run.tile[0], block), LoadScales<F>(run.tile[1], block)};
 #pragma GCC unroll 12
   for (int r = 0; r < kPanelRows; ++r) {
-    const __m512 scale = BroadcastFloat(scales + 4 * r);
 #pragma GCC unroll 2
     for (int t = 0; t < kPair; ++t) {
-      const __m512 sum = ReadSum<K>(sums, t, r);
-      acc[t][r] = IsMxfp4(F) ? _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), d[t], acc[t][r])
-                             : _mm512_fmadd_ps(sum, _mm512_mul_ps(d[t], scale), acc[t][r]);
-      if constexpr (F == MatrixFormat::kQ4_1) {
-        const __m512 offset = BroadcastFloat(scales + kTileStepMeta / 2 + 4 * r);
-        acc[t][r] = _mm512_fmadd_ps(m[t], offset, acc[t][r]);
-      }
+      acc[t][r] = AddRow<K>(sums, t, r, own[t], scales + 4 * r, acc[t][r]);
     }
   }
 }
 
 template <MatrixFormat F>
 TM_HD void Fetch(const PairRun& run, int64_t block) {
-  constexpr int kBytes = kPair * (IsMxfp4(F) ? kTileRows * kMxBlockBytes<F> : TileStepBytes(F));
+  constexpr int kBytes = kPair * (IsMxfp4(F)    ? kTileRows * kMxBlockBytes<F>
+                                  : IsKQuant(F) ? TileSuperBlockBytes(F) / kKSteps
+                                                : TileStepBytes(F));
   if (run.next != nullptr) {
 #pragma GCC unroll 17
     for (int line = 0; line < kBytes; line += 64) {
@@ -399,7 +402,7 @@ PairRun OpenPair(const MultiplyArgs& a, int first) {
       run.tile[t] = a.tiles + (first + t) * TileBytes(F, a.cols);
     }
     for (int64_t b = 0; b < run.blocks; ++b) {
-      WidenBlock<F>(run.tile[t] + b * kBlockBytes<F> + kCodesAt<F>, free + b * CodeBytes(F));
+      WidenBlock<F>(CodesAt<F>(run.tile[t], b), free + b * CodeBytes(F));
     }
     run.codes[t] = free;
     free += run.blocks * CodeBytes(F);
@@ -487,11 +490,14 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<Kernel{MatrixFormat::kMxfp4}>(args);
     case MatrixFormat::kMxfp4Split:
       return MultiplyFormat<Kernel{MatrixFormat::kMxfp4Split}>(args);
+    case MatrixFormat::kQ4_K:
+      return MultiplyFormat<Kernel{MatrixFormat::kQ4_K}>(args);
+    case MatrixFormat::kQ5_K:
+      return MultiplyFormat<Kernel{MatrixFormat::kQ5_K}>(args);
+    case MatrixFormat::kQ6_K:
+      return MultiplyFormat<Kernel{MatrixFormat::kQ6_K}>(args);
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
       return avx512::Multiply(args);
   }
 }

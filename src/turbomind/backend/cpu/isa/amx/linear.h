@@ -5,9 +5,10 @@
 // Panels for quantized weights are packed for tiles; missing rows of the last panel are zero. A
 // last panel of few rows, and all panels of FP32 and BF16, use the layout of packed_layout.h. A
 // step of 32 columns, R = kPanelRows:
-//   kQ8_0        int8[R][2][32] (high halves of a row, then low ones)
-//   4-bit codes  bf16[2][R][32]: 256 * high, then low, in the order of pack_panel.cc
-//   then float d[16] and, for kQ4_1, float d*sum[16].
+//   kQ8_0, kQ5_K  int8[R][2][32] (high halves of a row, then low ones)
+//   4-bit codes   bf16[2][R][32]: 256 * high, then low, in the order of pack_panel.cc
+//   kQ6_K         bf16[2][R][2][16]: for each half of the columns 256 * high, then low of a row
+//   then float d[16] and, for formats with minima, float d*sum[16].
 // Activations of 8 bits are int8[R][32] or bf16[R][32] instead.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
@@ -21,12 +22,18 @@ inline constexpr int64_t kTileStepMeta = 128;  // bytes of the scales and sums i
 // only if it is full. The last of several panels pays for it with half of its rows.
 inline constexpr int kMinTileRows = kPanelRows / 2;
 constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
-  return (IsQuantized(format) || IsMxfp4(format)) && all_rows >= kPanelRows && rows >= kMinTileRows;
+  return (HasQuantPanels(format) || IsMxfp4(format)) && all_rows >= kPanelRows &&
+         rows >= kMinTileRows;
+}
+
+// Returns whether codes are multiplied as int8 instead of BF16.
+constexpr bool InBytes(MatrixFormat format) {
+  return format == MatrixFormat::kQ8_0 || format == MatrixFormat::kQ5_K;
 }
 
 // Bytes of a row of activations in a tile.
 constexpr int64_t TileRowBytes(MatrixFormat format) {
-  return format == MatrixFormat::kQ8_0 ? kQuantBlock : 2 * kQuantBlock;
+  return InBytes(format) ? kQuantBlock : 2 * kQuantBlock;
 }
 
 // Bytes of the activations in a step of a panel.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/linear.h"
+#include "turbomind/backend/cpu/isa/linear/arrange_shorts.h"
 #include "turbomind/backend/cpu/isa/linear/quantize_activations.h"
 
 namespace turbomind::avx512 {
@@ -36,6 +37,17 @@ constexpr ColumnOrder MakeColumnOrder() {
 }
 
 constexpr ColumnOrder kColumnOrder = MakeColumnOrder();
+
+// Selects 16 columns of the first register, then those of the second, each in ArrangeShorts' order.
+constexpr ColumnOrder MakePairOrder() {
+  ColumnOrder order = {};
+  for (int i = 0; i < kQuantBlock; ++i) {
+    order.from[i] = static_cast<uint16_t>(2 * ShortColumn(i) + 1);
+  }
+  return order;
+}
+
+constexpr ColumnOrder kPairOrder = MakePairOrder();
 
 // 32 quantized activations: code = 256 * high + low, an activation divided by the scale. Codes of 8
 // bits are in `high`.
@@ -100,10 +112,19 @@ TM_HD void StoreBf16(__m512i first, __m512i second, uint8_t* to) {
   _mm512_store_si512(to, _mm512_permutex2var_epi16(bits(first), order, bits(second)));
 }
 
+// Stores the codes of 16 columns in the order of ArrangeShorts: 256 * high, then low.
+TM_HD void StoreHalf(__m512i high, __m512i low, uint8_t* to) {
+  const __m512i order = _mm512_load_si512(kPairOrder.from);
+  const __m512 first = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_slli_epi32(high, 8));
+  const __m512 second = _mm512_maskz_cvtepi32_ps(0xffff, low);
+  _mm512_store_si512(to, _mm512_permutex2var_epi16(_mm512_castps_si512(first), order,
+                                                   _mm512_castps_si512(second)));
+}
+
 // Stores the codes of row `row` in a step.
 template <bool kInt8>
 TM_HD void StoreCodes(const Codes& codes, MatrixFormat format, int row, uint8_t* step) {
-  if (format == MatrixFormat::kQ8_0) {
+  if (InBytes(format)) {
     uint8_t* to = step + row * (kInt8 ? kQuantBlock : kQuantRowBytes);
     StoreBytes(codes.high, to);
     if constexpr (!kInt8) {
@@ -114,6 +135,9 @@ TM_HD void StoreCodes(const Codes& codes, MatrixFormat format, int row, uint8_t*
   uint8_t* to = step + row * kQuantRowBytes;
   if constexpr (kInt8) {
     StoreBf16(codes.high[0], codes.high[1], to);
+  } else if (format == MatrixFormat::kQ6_K) {
+    StoreHalf(codes.high[0], codes.low[0], to);
+    StoreHalf(codes.high[1], codes.low[1], to + kPanelRows * kQuantRowBytes);
   } else {
     StoreBf16(_mm512_slli_epi32(codes.high[0], 8), _mm512_slli_epi32(codes.high[1], 8), to);
     StoreBf16(codes.low[0], codes.low[1], to + kPanelRows * kQuantRowBytes);
@@ -146,7 +170,7 @@ TM_HD void PackBlock(const float* x, MatrixFormat format, int row, uint8_t* step
   uint8_t* meta = step + TileStepCodes(format, kInt8) + 4 * row;
   // MXFP4 codes are looked up doubled.
   StoreFloat(IsMxfp4(format) ? 0.5f * codes.scale : codes.scale, meta);
-  if (format == MatrixFormat::kQ4_1) {
+  if (HasMinimum(format)) {
     StoreFloat(codes.scale * static_cast<float>(codes.sum), meta + kTileStepMeta / 2);
   }
 }
