@@ -224,6 +224,8 @@ class DeviceCapability:
     def drafts_by_default(self) -> bool: ...
     @property
     def has_k_quants(self) -> bool: ...
+    @property
+    def has_nvfp4(self) -> bool: ...
 
 class Device:
     @property
@@ -260,12 +262,13 @@ class WeightsBuilder:
         data: npt.NDArray[Any],
         rows: int,
         cols: int,
-        scales: npt.NDArray[np.uint8] | None = None,
+        scales: npt.NDArray[Any] | None = None,
     ) -> None:
         """Add a matrix in `format`: f32, bf16 (as uint16), or raw uint8.
 
-        q4_0, q4_1, q8_0, mxfp4 and the K-quants use GGUF's byte layout. mxfp4_split uses Hugging
-        Face's codes [rows, cols / 2] with `scales` [rows, cols / 32].
+        q4_0, q4_1, q8_0, mxfp4, nvfp4 and the K-quants use GGUF's byte layout. mxfp4_split uses
+        Hugging Face's codes [rows, cols / 2] with `scales` [rows, cols / 32] of uint8. The `scales`
+        [1] of nvfp4 are the FP32 factor of the matrix.
 
         `data` must be C-contiguous with exactly the bytes of rows x cols values. MXFP4 arrays are
         read in place: the weights hold them, and they must not change. The GIL is released.

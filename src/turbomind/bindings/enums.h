@@ -34,7 +34,8 @@ constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"}
                                                      {MatrixFormat::kMxfp4Split, "mxfp4_split"},
                                                      {MatrixFormat::kQ4_K, "q4_k"},
                                                      {MatrixFormat::kQ5_K, "q5_k"},
-                                                     {MatrixFormat::kQ6_K, "q6_k"}};
+                                                     {MatrixFormat::kQ6_K, "q6_k"},
+                                                     {MatrixFormat::kNvfp4, "nvfp4"}};
 
 template <class E, size_t N>
 E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {

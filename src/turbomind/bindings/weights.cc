@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -104,14 +105,19 @@ struct PyWeightsBuilder {
     RequireArray(what, data, is_f32 ? 'f' : 'u', is_f32 ? 4 : in_blocks ? 1 : 2);
     RequireBytes(what + " (" + format_name + ")", data, SourceBytes(format, rows * cols));
     MatrixSource source{format, data.data(), rows, cols};
-    const bool is_split = format == MatrixFormat::kMxfp4Split;
-    if (is_split != scales.has_value()) {
+    const bool is_nvfp4 = format == MatrixFormat::kNvfp4;
+    const bool has_scales = is_nvfp4 || format == MatrixFormat::kMxfp4Split;
+    if (has_scales != scales.has_value()) {
       throw InvalidArgument(
           what + " has " +
-          (is_split ? "no separate scales, but format " : "separate scales, but format ") +
-          format_name + (is_split ? " needs them." : " must not have them."));
+          (has_scales ? "no separate scales, but format " : "separate scales, but format ") +
+          format_name + (has_scales ? " needs them." : " must not have them."));
     }
-    if (scales) {
+    if (is_nvfp4) {
+      RequireArray(what + " (scales)", *scales, 'f', 4);
+      RequireBytes(what + " (scales)", *scales, 4);
+      std::memcpy(&source.factor, scales->data(), sizeof(source.factor));
+    } else if (scales) {
       RequireArray(what + " (scales)", *scales, 'u', 1);
       RequireBytes(what + " (scales)", *scales, rows * cols / 32);
       source.scales = scales->data();

@@ -43,6 +43,7 @@ struct DeviceCapability {
   // formats and PackMatrix refuses them. A CPU has them, except for AVX-512 and
   // AMX with activations of 8 bits.
   bool has_k_quants = false;
+  bool has_nvfp4 = false;  // the same for NVFP4
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
   // n-gram drafts are on unless the options turn them off: StepCost describes what they cost.

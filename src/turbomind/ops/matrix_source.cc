@@ -29,6 +29,18 @@ void DequantizeMxfp4Row(const MatrixSource& source, int64_t row, float* out) {
   }
 }
 
+// Throws InvalidArgument for a factor of another format, and for one with which the largest value,
+// 6 * 480, is not finite.
+void CheckFactor(const MatrixSource& source) {
+  const bool has_factor = source.format == MatrixFormat::kNvfp4;
+  if (has_factor ? !(source.factor > 0.f && IsFinite(source.factor * 2880.f))
+                 : source.factor != 1.f) {
+    throw InvalidArgument("A matrix has the factor " + std::to_string(source.factor) +
+                          (has_factor ? ". It must be above 0, and its values must be finite."
+                                      : ". Only NVFP4 has one."));
+  }
+}
+
 }  // namespace
 
 int64_t SourceBlockBytes(MatrixFormat format) {
@@ -51,6 +63,8 @@ int64_t SourceBlockBytes(MatrixFormat format) {
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
       return SuperBlockBytes(format);
+    case MatrixFormat::kNvfp4:
+      return kNvBlockBytes;
   }
   return 0;
 }
@@ -97,6 +111,11 @@ void CheckMatrixSource(const MatrixSource& source) {
     throw InvalidArgument("A matrix in a K-quant has shape " + shape +
                           ". The number of columns must be a multiple of 256.");
   }
+  if (source.format == MatrixFormat::kNvfp4 && source.cols % kNvBlock != 0) {
+    throw InvalidArgument("A matrix in NVFP4 has shape " + shape +
+                          ". The number of columns must be a multiple of 64.");
+  }
+  CheckFactor(source);
   if (source.packed && IsMxfp4(source.format)) {
     throw InvalidArgument("A matrix of " + shape +
                           " is marked as packed, but MXFP4 is never packed.");
@@ -124,6 +143,10 @@ void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
       const SuperBlock block = UnpackSuperBlock(source.format, data);
       DequantizeSuperBlock(source.format, block, out + c);
       data += SuperBlockBytes(source.format);
+    }
+  } else if (source.format == MatrixFormat::kNvfp4) {
+    for (int64_t c = 0; c < source.cols; c += kNvBlock, data += kNvBlockBytes) {
+      DequantizeNvBlock(data, source.factor, out + c);
     }
   } else {
     for (int64_t c = 0; c < source.cols; c += kQuantBlock) {

@@ -6,6 +6,7 @@
 
 #include "turbomind/core/host_device.h"
 #include "turbomind/ops/k_quants.h"
+#include "turbomind/ops/nvfp4.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
@@ -25,19 +26,21 @@ TM_HD constexpr bool HasMinimum(MatrixFormat format) {
 
 // Returns the number that is subtracted from unsigned weight codes.
 TM_HD constexpr int ZeroPoint(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_0   ? 8
-         : format == MatrixFormat::kQ8_0 ? 128
-         : format == MatrixFormat::kQ6_K ? 32
-                                         : 0;
+  return format == MatrixFormat::kQ4_0    ? 8
+         : format == MatrixFormat::kQ8_0  ? 128
+         : format == MatrixFormat::kQ6_K  ? 32
+         : format == MatrixFormat::kNvfp4 ? 12  // codes are looked up: 2 * E2M1 + 12
+                                          : 0;
 }
 
 // Throws InvalidArgument for sources that no checkpoint can contain: no rows or columns, quantized
-// columns that are not whole blocks, and separate scales that do not match the format.
+// columns that are not whole blocks, separate scales that do not match the format, and a factor
+// that the format does not have or that makes values infinite.
 void CheckMatrixSource(const MatrixSource& source);
 
 // Returns the columns of a block of the source.
 TM_HD constexpr int SourceBlockCols(MatrixFormat format) {
-  return IsKQuant(format) ? kSuperBlock : kQuantBlock;
+  return IsKQuant(format) ? kSuperBlock : format == MatrixFormat::kNvfp4 ? kNvBlock : kQuantBlock;
 }
 
 // Returns the bytes of SourceBlockCols values of a row. GGUF's blocks of 32 hold fp16 d, for kQ4_1

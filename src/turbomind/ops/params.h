@@ -160,7 +160,8 @@ inline constexpr int kSplitTokens = 256;
 //                and 2j + 1 (high); separate exponents [rows, cols / 32]
 // An MXFP4 value is E2M1(code) * 2^(e - 127); e = 255 is NaN; cols is a multiple of 32.
 // kQ4_K, kQ5_K and kQ6_K are GGUF's K-quants, super-blocks of 256 values (ops/k_quants.h); cols is
-// a multiple of 256. A device without kernels for them (DeviceCapability) rejects them.
+// a multiple of 256. kNvfp4 has GGUF's blocks of 64 values (ops/nvfp4.h); cols is a multiple of 64.
+// A device without kernels for such a format (DeviceCapability) rejects it.
 enum class MatrixFormat : uint8_t {
   kF32,
   kBF16,
@@ -171,7 +172,8 @@ enum class MatrixFormat : uint8_t {
   kMxfp4Split,
   kQ4_K,
   kQ5_K,
-  kQ6_K
+  kQ6_K,
+  kNvfp4
 };
 
 TM_HD constexpr bool IsMxfp4(MatrixFormat format) {
@@ -190,6 +192,7 @@ struct MatrixSource {
   int64_t rows = 0;
   int64_t cols = 0;
   const void* scales = nullptr;  // kMxfp4Split only
+  float factor = 1.f;            // kNvfp4 only: multiplies all values
   // Owns data and scales if a device may read them in place; the device then keeps a copy of this
   // pointer. Null: the memory may be freed once the matrix is packed.
   std::shared_ptr<const void> owner = {};

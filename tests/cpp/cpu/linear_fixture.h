@@ -35,8 +35,9 @@ struct Matrix {
   std::vector<uint8_t> bytes;        // as stored in a checkpoint
   std::vector<double> values;        // their exact values
   std::vector<uint8_t> scales = {};  // kMxfp4Split
+  float factor = 1.f;                // kNvfp4
   MatrixSource source() const {
-    return {format, bytes.data(), rows, cols, scales.empty() ? nullptr : scales.data()};
+    return {format, bytes.data(), rows, cols, scales.empty() ? nullptr : scales.data(), factor};
   }
 };
 
@@ -202,9 +203,40 @@ inline void AppendSuperBlock(Matrix& m, std::mt19937& random) {
   AppendNibbles(m, codes, 32);
 }
 
+// Returns a random NVFP4 matrix, whose values have at most 13 bits. Every number is a scale.
+inline Matrix RandomNvfp4(int64_t rows, int64_t cols, uint32_t seed) {
+  constexpr double kValues[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  std::mt19937 random(seed);
+  Matrix m{MatrixFormat::kNvfp4, rows, cols, {}, {}, {}, 0x1.23p-12f};
+  for (int64_t i = 0; i < rows * cols / kNvBlock; ++i) {
+    uint8_t codes[kNvBlock];
+    uint8_t scales[4];
+    for (uint8_t& scale : scales) {
+      scale = static_cast<uint8_t>(random() % 0x7f);
+      m.bytes.push_back(scale);
+    }
+    for (int c = 0; c < kNvBlock; ++c) {
+      codes[c] = static_cast<uint8_t>(random() % 16);
+      const uint8_t scale = scales[c / 16];
+      const double step =
+          scale < 8 ? std::ldexp(scale, -9) : std::ldexp(8 + scale % 8, scale / 8 - 10);
+      const double magnitude = kValues[codes[c] % 8] * step * double{m.factor};
+      m.values.push_back(codes[c] < 8 ? magnitude : -magnitude);
+    }
+    for (int j = 0; j < 32; ++j) {
+      const uint8_t* low = codes + j / 8 * 16 + j % 8;
+      m.bytes.push_back(static_cast<uint8_t>(low[0] | low[8] << 4));
+    }
+  }
+  return m;
+}
+
 inline Matrix RandomMatrix(MatrixFormat format, int64_t rows, int64_t cols, uint32_t seed) {
   if (IsMxfp4(format)) {
     return RandomMxfp4(format, rows, cols, seed);
+  }
+  if (format == MatrixFormat::kNvfp4) {
+    return RandomNvfp4(rows, cols, seed);
   }
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;

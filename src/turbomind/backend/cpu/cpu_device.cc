@@ -62,6 +62,7 @@ class CpuDevice final : public Device {
   DeviceCapability capability() const override {
     DeviceCapability capability;
     capability.has_k_quants = dense_.has_k_quants;
+    capability.has_nvfp4 = dense_.has_nvfp4;
     return capability;
   }
 
@@ -92,6 +93,10 @@ class CpuDevice final : public Device {
     if (IsKQuant(source.format) && !exact && !dense_.has_k_quants) {
       throw InvalidArgument("The instruction set " + isa_ +
                             " has no kernels for K-quants. Convert the matrix, or use exact.");
+    }
+    if (source.format == MatrixFormat::kNvfp4 && !exact && !dense_.has_nvfp4) {
+      throw InvalidArgument("The instruction set " + isa_ +
+                            " has no kernels for NVFP4. Convert the matrix, or use exact.");
     }
     return std::make_unique<CpuPackedMatrix>(source, exact, arena_, pool_);
   }

@@ -50,6 +50,7 @@ struct MultiplyArgs {
 struct CpuDenseKernels {
   // The kernels compute K-quants as they are.
   bool has_k_quants = false;
+  bool has_nvfp4 = false;  // the same for NVFP4
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
   // Returns the size of a full panel, which is the largest panel.
   int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;

@@ -11,6 +11,9 @@
 //   kQ4_0  32 columns:  fp16 d[16], then 4 groups of uint8[16][4], low nibbles columns 4g.., high
 //          nibbles 16 + 4g..
 //   kQ4_1  like kQ4_0, with fp16 m[16] after d
+//   kNvfp4 32 columns:  uint8[2][16], a scale for each 16 columns, then the codes of kQ4_0. Before
+//          its steps, a tile has float[16], the factor of each output times 128, because kernels
+//          read scales divided by 256 and doubled codes
 // A tile of a K-quant is a run of super-blocks of 256 columns, which have the bits of 16
 // super-blocks of the checkpoint. Their scales come first, then 8 steps:
 //   kQ4_K  fp16 d[16], fp16 min[16], uint8[8][16] (scale + 64 * the upper 2 bits of the minimum),
@@ -31,8 +34,8 @@
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
 //   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, for formats with
-//              minima, float d*sum[R]. kQ6_K has int32[2][R], one for each 16 columns. An
-//              activation is (256 * high + low) * d; a row stores its high bytes, then its low
+//              minima, float d*sum[R]. kQ6_K and kNvfp4 have int32[2][R], one for each 16 columns.
+//              An activation is (256 * high + low) * d; a row stores its high bytes, then its low
 //              bytes (AVX2 and AVX-512: kQ5_K and kQ6_K as int16 pairs, AVX2 also kQ8_0:
 //              isa/linear/arrange_shorts.h)
 //   quantized, activations of 8 bits: int8[R][32] (with AVX2 and kQ8_0 int16[R][32]), then the same
@@ -65,7 +68,12 @@ inline constexpr int kPanelRows = 12;          // 12 sums and 12 accumulators fi
 
 // Returns whether the activations are quantized in blocks of 32 columns.
 TM_HD constexpr bool HasQuantPanels(MatrixFormat format) {
-  return IsQuantized(format) || IsKQuant(format);
+  return IsQuantized(format) || IsKQuant(format) || format == MatrixFormat::kNvfp4;
+}
+
+// Returns whether each 16 columns have a scale. Panels then have offsets for each 16.
+TM_HD constexpr bool HasHalfScales(MatrixFormat format) {
+  return format == MatrixFormat::kQ6_K || format == MatrixFormat::kNvfp4;
 }
 
 TM_HD constexpr int StepCols(MatrixFormat format) {
@@ -82,7 +90,9 @@ TM_HD constexpr int64_t NumSteps(MatrixFormat format, int64_t cols) {
 // Bytes of the scales (and minima) at the start of each step of a tile. Those of a K-quant are at
 // the start of a super-block.
 TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_1 ? 64 : IsQuantized(format) ? 32 : 0;
+  return format == MatrixFormat::kQ4_1                           ? 64
+         : IsQuantized(format) || format == MatrixFormat::kNvfp4 ? 32
+                                                                 : 0;
 }
 
 TM_HD constexpr int TileStepBytes(MatrixFormat format) {
@@ -92,6 +102,7 @@ TM_HD constexpr int TileStepBytes(MatrixFormat format) {
       return 64;
     case MatrixFormat::kQ4_0:
     case MatrixFormat::kQ4_1:
+    case MatrixFormat::kNvfp4:
       return TileMetaBytes(format) + 256;
     case MatrixFormat::kQ8_0:
       return TileMetaBytes(format) + 512;
@@ -123,6 +134,12 @@ TM_HD constexpr int TileSuperBlockBytes(MatrixFormat format) {
   return KCodesAt(format) + kKSteps * TileStepBytes(format);
 }
 
+// NVFP4: the bytes before the first step, the offset of the codes in a step, and what the factor of
+// a tile is multiplied with.
+inline constexpr int kNvHeaderBytes = 4 * kTileRows;
+inline constexpr int kNvCodesAt = 2 * kTileRows;
+inline constexpr float kNvTileFactor = 128.f;
+
 // Bytes of one MXFP4 row without separate scales.
 TM_HD constexpr int64_t MxRowBytes(MatrixFormat format, int64_t cols) {
   return cols / kQuantBlock * (format == MatrixFormat::kMxfp4 ? 17 : 16);
@@ -135,7 +152,8 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   if (IsKQuant(format)) {
     return cols / kSuperBlock * TileSuperBlockBytes(format);
   }
-  return NumSteps(format, cols) * TileStepBytes(format);
+  const int header = format == MatrixFormat::kNvfp4 ? kNvHeaderBytes : 0;
+  return header + NumSteps(format, cols) * TileStepBytes(format);
 }
 
 // Bytes of a whole matrix in tiles; 0 for MXFP4, which is not repacked.
@@ -144,10 +162,10 @@ TM_HD constexpr int64_t PackedBytes(MatrixFormat format, int64_t rows, int64_t c
 }
 
 TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
-  return rows * (IsMxfp4(format)                 ? kMxPanelRowBytes
-                 : format == MatrixFormat::kQ6_K ? kQuantRowBytes + 12
-                 : HasQuantPanels(format)        ? kQuantRowBytes + 8
-                                                 : 4);
+  return rows * (IsMxfp4(format)          ? kMxPanelRowBytes
+                 : HasHalfScales(format)  ? kQuantRowBytes + 12
+                 : HasQuantPanels(format) ? kQuantRowBytes + 8
+                                          : 4);
 }
 
 TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) {
@@ -171,9 +189,12 @@ static_assert(TileBytes(MatrixFormat::kBF16, 5) == 3 * 64);
 static_assert(TileBytes(MatrixFormat::kQ4_K, 512) == 2 * kTileRows * 144);
 static_assert(TileBytes(MatrixFormat::kQ5_K, 512) == 2 * kTileRows * 176);
 static_assert(TileBytes(MatrixFormat::kQ6_K, 512) == 2 * kTileRows * 210);
+static_assert(TileBytes(MatrixFormat::kNvfp4, 512) == kTileRows * (8 * kNvBlockBytes + 4));
 // No load of 32 bytes crosses a cache line.
 static_assert(KCodesAt(MatrixFormat::kQ5_K) % 32 == 0 && KCodesAt(MatrixFormat::kQ6_K) % 32 == 0);
 static_assert(TileSuperBlockBytes(MatrixFormat::kQ6_K) % 32 == 0);
+static_assert((kNvHeaderBytes + kNvCodesAt) % 32 == 0);
+static_assert(TileStepBytes(MatrixFormat::kNvfp4) % 32 == 0);
 static_assert(TileBytes(MatrixFormat::kMxfp4, 2880) == 16 * 90 * 17);
 static_assert(PanelBytes(MatrixFormat::kMxfp4Split, 2880, 1) == 23 * 384);
 

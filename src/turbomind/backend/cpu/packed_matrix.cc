@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "turbomind/backend/cpu/k_quant_tiles.h"
+#include "turbomind/backend/cpu/nvfp4_tiles.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/float_convert.h"
@@ -68,6 +69,8 @@ void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, fl
       PackQuantRow(source, first + lane, lane, tile);
     } else if (IsKQuant(format)) {
       PackKQuantRow(source, first + lane, lane, tile);
+    } else if (format == MatrixFormat::kNvfp4) {
+      PackNvRow(source, first + lane, lane, tile);
     } else if (format == MatrixFormat::kBF16) {
       PackBF16Row(source, first + lane, lane, tile);
     } else {
@@ -191,6 +194,9 @@ void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
   }
   if (IsKQuant(format)) {
     return ReadKQuantRow(format, first, lane, cols, out);
+  }
+  if (format == MatrixFormat::kNvfp4) {
+    return ReadNvRow(first, lane, cols, out);
   }
   const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
   const uint8_t* meta = first + 2 * lane;

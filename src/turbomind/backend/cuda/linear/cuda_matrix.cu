@@ -233,6 +233,9 @@ std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& upl
   if (IsKQuant(source.format) && !exact) {
     throw InvalidArgument("CUDA has no kernels for K-quants. Convert the matrix.");
   }
+  if (source.format == MatrixFormat::kNvfp4 && !exact) {
+    throw InvalidArgument("CUDA has no kernels for NVFP4. Convert the matrix.");
+  }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
   auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);
   uploader.Upload(matrix->data(), NumTiles(source.rows), TileBytes(stored, source.cols),

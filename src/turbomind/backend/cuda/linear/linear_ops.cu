@@ -301,7 +301,8 @@ void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, Cub
     case MatrixFormat::kQ4_K:
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
-      throw InternalError("a K-quant must be rejected when it is packed");
+    case MatrixFormat::kNvfp4:
+      throw InternalError("the format must be rejected when a matrix is packed");
   }
 }
 
@@ -420,7 +421,8 @@ void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
     case MatrixFormat::kQ4_K:
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
-      throw InternalError("a K-quant must be rejected when it is packed");
+    case MatrixFormat::kNvfp4:
+      throw InternalError("the format must be rejected when a matrix is packed");
   }
 }
 

@@ -46,9 +46,10 @@ TM_HD constexpr int UnitCols(MatrixFormat format) {
     case MatrixFormat::kQ4_1:
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
-    case MatrixFormat::kQ4_K:  // K-quants are never packed for a GPU
+    case MatrixFormat::kQ4_K:  // K-quants and NVFP4 are never packed for a GPU
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
+    case MatrixFormat::kNvfp4:
       break;
   }
   return 64;
@@ -70,6 +71,7 @@ TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
     case MatrixFormat::kQ4_K:
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
+    case MatrixFormat::kNvfp4:
       break;
   }
   return 2;

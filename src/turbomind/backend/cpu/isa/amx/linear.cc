@@ -498,6 +498,7 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<Kernel{MatrixFormat::kQ6_K}>(args);
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
+    case MatrixFormat::kNvfp4:
       return avx512::Multiply(args);
   }
 }
@@ -516,6 +517,7 @@ void MultiplyInt8(const MultiplyArgs& args) {
       return avx512::MultiplyInt8(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
+    case MatrixFormat::kNvfp4:
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
       return Multiply(args);

@@ -113,6 +113,7 @@ void MultiplyInt8(const MultiplyArgs& args) {
     case MatrixFormat::kBF16:
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
+    case MatrixFormat::kNvfp4:
       return Multiply(args);
   }
 }

@@ -12,12 +12,15 @@
 #if defined(TM_ISA_avx512)
 #include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
+#include "turbomind/backend/cpu/isa/linear/nvfp4_avx512.h"
 #elif defined(TM_ISA_avx2)
 #include "turbomind/backend/cpu/isa/linear/k_quants_avx2.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx2.h"
+#include "turbomind/backend/cpu/isa/linear/nvfp4_avx2.h"
 #else
 #include "turbomind/backend/cpu/isa/linear/k_quants_scalar.h"
 #include "turbomind/backend/cpu/isa/linear/linear_scalar.h"
+#include "turbomind/backend/cpu/isa/linear/nvfp4_scalar.h"
 #endif
 
 namespace turbomind::TM_ISA {
@@ -64,7 +67,7 @@ void PackQuantPanel(const PackPanelArgs& a) {
       StoreFloat(scale, scales + 4 * r);
       if (HasMinimum(a.format)) {
         StoreFloat(scale * static_cast<float>(sum), offsets + 4 * r);
-      } else if (a.format == MatrixFormat::kQ6_K) {
+      } else if (HasHalfScales(a.format)) {
         const int32_t first = SumOfHalf(row);
         StoreOffset(a.format, first, offsets + 4 * r);
         StoreOffset(a.format, sum - first, offsets + 4 * (rows + r));
@@ -99,7 +102,7 @@ template <MatrixFormat F>
 struct TileKernel {
   static constexpr MatrixFormat kFormat = F;
   template <int R>
-  static constexpr int kTiles = kTilesAtOnce<R>;
+  static constexpr int kTiles = F == MatrixFormat::kNvfp4 ? 1 : kTilesAtOnce<R>;
 
   static constexpr int64_t PanelBytes(int64_t cols) {
     return turbomind::PanelBytes(F, cols, kPanelRows);
@@ -109,6 +112,8 @@ struct TileKernel {
   static void Multiply(const TileRun& run) {
     if constexpr (IsKQuant(F)) {
       MultiplyKTiles<F, R, T>(run);
+    } else if constexpr (F == MatrixFormat::kNvfp4) {
+      MultiplyNvTile<R>(run);
     } else {
       MultiplyTiles<F, R, T>(run);
     }
@@ -122,6 +127,8 @@ void MultiplyFormat(const MultiplyArgs& a) {
 
 }  // namespace
 
+bool ComputesNvfp4() { return kComputesNvfp4; }
+
 void PackPanel(const PackPanelArgs& args) {
   switch (args.format) {
     case MatrixFormat::kF32:
@@ -134,6 +141,7 @@ void PackPanel(const PackPanelArgs& args) {
     case MatrixFormat::kQ4_K:
     case MatrixFormat::kQ5_K:
     case MatrixFormat::kQ6_K:
+    case MatrixFormat::kNvfp4:
       return PackQuantPanel(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
@@ -163,6 +171,8 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<MatrixFormat::kQ5_K>(args);
     case MatrixFormat::kQ6_K:
       return MultiplyFormat<MatrixFormat::kQ6_K>(args);
+    case MatrixFormat::kNvfp4:
+      return MultiplyFormat<MatrixFormat::kNvfp4>(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
       return MultiplyMxfp4(args);

@@ -58,6 +58,7 @@ TM_HD void WithRows(int num_rows, const Fn& fn) {
   }
 }
 
+bool ComputesNvfp4();
 void PackPanel(const PackPanelArgs& args);
 int64_t FullPanelBytes(MatrixFormat format, int64_t cols);
 void PackMxfp4Panel(const PackPanelArgs& args);
