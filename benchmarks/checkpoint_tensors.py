@@ -32,6 +32,7 @@ BLOCK = 32  # values of a block of Q8_0, Q4_0 and MXFP4
 # Bytes of a block. MXFP4 has an exponent, then codes; E2M1 and E8M0 are the codes and the exponents
 # alone.
 BLOCK_BYTES = {"F32": 128, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "MXFP4": 17, "E2M1": 16, "E8M0": 32}
+BLOCK_BYTES["NVFP4"] = 18  # half of a block of 64 values
 SUPER_BLOCK = 256  # values of a block of the K-quants
 SUPER_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 # The mixtures of llama.cpp: the format of most matrices, and that of the matrices with more bits.
@@ -44,6 +45,13 @@ INT4_STD = math.sqrt(sum((code - 8) ** 2 for code in range(16)) / 16)
 K_SCALE_RMS = math.sqrt(sum(scale**2 for scale in range(32, 64)) / 32)
 Q6_SCALE_RMS = math.sqrt(sum(scale**2 for scale in range(64, 128)) / 64)
 EXPONENT_BIAS = 127
+# The values of the E4M3 codes 0 to 0x7e.
+E4M3_VALUES = np.array(
+    [
+        code * 2.0**-9 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10)
+        for code in range(127)
+    ]
+)
 LOGIT_STD, SMALL_STD = 2.0, 0.1
 
 
@@ -102,6 +110,11 @@ class RandomTensor:
 
     def _blocks(self, rng: np.random.Generator, count: int) -> Bytes:
         """Return blocks of a scale and codes, one block per row."""
+        if self.encoding == "NVFP4":
+            blocks = np.empty((count // 2, 36), np.uint8)
+            blocks[:, :4] = self._e4m3_scales(rng, 2 * count).reshape(-1, 4)
+            blocks[:, 4:] = random_bytes(rng, count * 16).reshape(-1, 32)
+            return blocks
         blocks = np.empty((count, BLOCK_BYTES[self.encoding]), np.uint8)
         if self.encoding == "MXFP4":
             blocks[:, 0] = self._exponents(rng, count)
@@ -146,6 +159,14 @@ class RandomTensor:
         share_of_high = (4 ** (unit - low) - 1) / 3
         high = random_bytes(rng, count) < round(256 * share_of_high)
         return (low + EXPONENT_BIAS + high).astype(np.uint8)
+
+    def _e4m3_scales(self, rng: np.random.Generator, count: int) -> Bytes:
+        """Return two consecutive E4M3 codes, mixed so that the mean square is std²."""
+        unit = self.std / E2M1_STD
+        low = int(np.searchsorted(E4M3_VALUES, unit, side="right")) - 1
+        below, above = (float(value) ** 2 for value in E4M3_VALUES[low : low + 2])
+        high = random_bytes(rng, count) < round(256 * (unit**2 - below) / (above - below))
+        return np.asarray(low + high, np.uint8)
 
 
 def random_bytes(rng: np.random.Generator, count: int) -> Bytes:

@@ -200,7 +200,8 @@ def add_gguf_keys(writer: Any, layout: Layout, *, name: str) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
     elif rope.kind not in ("default", "llama3"):
         raise ValueError(f"rope_type {rope.kind!r} has no GGUF form; use default, llama3 or yarn.")
-    mostly = "MXFP4_MOE" if has_mxfp4(layout.family) else layout.matrices
+    is_mxfp4 = has_mxfp4(layout.family) or layout.matrices == "MXFP4"
+    mostly = "MXFP4_MOE" if is_mxfp4 else layout.matrices
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{mostly}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
@@ -229,7 +230,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors")
     parser.add_argument(
         "--type",
-        choices=("q8_0", "q4_0", *map(str.lower, MIXTURES)),
+        choices=("q8_0", "q4_0", "nvfp4", "mxfp4", *map(str.lower, MIXTURES)),
         help="of a GGUF file's matrices (default: q8_0)",
     )
     parser.add_argument("--layers", type=int, help="write only the first N layers")

@@ -109,11 +109,11 @@ def test_random_checkpoint_generates_in_engine_and_llama_cpp(name: str, tmp_path
     assert len(set(tokens)) > 1 and all(0 <= token < 640 for token in tokens)
 
 
-@pytest.mark.parametrize("encoding", ["MXFP4", "Q8_0", "Q4_0", "BF16", *SUPER_BLOCK_BYTES])
+@pytest.mark.parametrize("encoding", ["MXFP4", "NVFP4", "Q8_0", "Q4_0", "BF16", *SUPER_BLOCK_BYTES])
 def test_random_tensor_has_the_given_standard_deviation(encoding: str) -> None:
     import gguf
 
-    columns = 512 if encoding in SUPER_BLOCK_BYTES else 288
+    columns = 512 if encoding in (*SUPER_BLOCK_BYTES, "NVFP4") else 288
     tensor = RandomTensor("t", (2048, columns), encoding, 0.0186)
     data = np.concatenate(list(tensor.pieces(0))).reshape(2048, -1)
     assert data.nbytes == tensor.num_bytes
