@@ -18,7 +18,14 @@ from lmdeploy.checkpoint.files.tensor_file import (
     StoredTensor,
     row_bytes,
 )
-from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
+from lmdeploy.checkpoint.gguf_blocks import (
+    REPACKED,
+    check_e4m3_scales,
+    check_range_of_q8_0,
+    mxfp4_values,
+    nvfp4_scales,
+    values_to_q8_0,
+)
 from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
 
 if TYPE_CHECKING:
@@ -26,25 +33,30 @@ if TYPE_CHECKING:
 
 # Raise it when the output of a converter changes: the weight cache then packs every model again.
 # tests/python/checkpoint/test_convert.py fails until it is raised.
-WEIGHT_CACHE_VERSION = 2
+WEIGHT_CACHE_VERSION = 3
 # The engine computes these formats as stored. Formats in REPACKED and _ROUNDED keep about as many
 # bits as in the file, and the others become BF16. With `exact`, all but _RAW_FORMATS become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
-# These are computed as stored by devices with kernels for them, and converted for others.
+# These and NVFP4 are computed as stored by devices with kernels for them, and converted for others.
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-_ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K")  # become Q8_0
-# Formats of experts that the engine reads from the mapped file.
+_ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K", "NVFP4")  # become Q8_0
+# Formats that the engine reads from the mapped file, or as they are if rows are reordered.
 MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
 _CHUNK_VALUES = 1 << 20
 
 
 def for_device(checkpoint: Checkpoint, capability: DeviceCapability) -> Checkpoint:
     """Return the checkpoint with `as_stored` set where the device computes a format as it is."""
-    if not capability.has_k_quants:
-        return checkpoint
+    kept: tuple[str, ...] = K_QUANTS if capability.has_k_quants else ()
+    kept += ("NVFP4",) if capability.has_nvfp4 else ()
+
+    def is_kept(planned: PlannedTensor) -> bool:
+        kind = planned.tensor.format
+        return kind in kept and planned.cols % BLOCK_FORMATS[kind][0] == 0
+
     tensors = [
         replace(planned, tensor=replace(planned.tensor, as_stored=True))
-        if planned.tensor.format in K_QUANTS
+        if is_kept(planned)
         else planned
         for planned in checkpoint.tensors
     ]
@@ -55,15 +67,17 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
     """Return the format that `matrix_for_engine` produces."""
     if tensor.format in _RAW_FORMATS:
         return _RAW_FORMATS[tensor.format]
+    if tensor.format in MAPPED_FORMATS and not exact:
+        return MAPPED_FORMATS[tensor.format]
     if exact and tensor.format != "BF16":
         return "f32"
     if tensor.as_stored:
         return tensor.format.lower()
+    if tensor.format in _ROUNDED:
+        return "q8_0"
     if tensor.matrix is not None:
         return tensor.matrix.kind
-    if tensor.format in REPACKED:
-        return REPACKED[tensor.format][0]
-    return "q8_0" if tensor.format in _ROUNDED else "bf16"
+    return REPACKED[tensor.format][0] if tensor.format in REPACKED else "bf16"
 
 
 def is_router(planned: PlannedTensor) -> bool:
@@ -79,10 +93,10 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
         return 4 * values
     if exact:
         return 4 * values  # exact compute keeps every matrix in FP32
-    if planned.mapped:
-        return tensor.num_bytes
     if is_router(planned):
         return 4 * values  # routers stay in FP32
+    if tensor.format in MAPPED_FORMATS:
+        return tensor.num_bytes
     kind = engine_format(tensor, exact)
     return 2 * values if kind == "bf16" else tensor.rows * row_bytes(kind.upper(), tensor.cols)
 
@@ -97,6 +111,8 @@ def matrix_for_engine(
 ) -> tuple[str, npt.NDArray[Any]]:
     """Return (format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
 
+    `scales_for_engine` returns its scales.
+
     `interleaved_heads` > 0 undoes the row order of interleaved RoPE in q and k: in the first
     `interleaved_rows` of each head, or in all for 0. Whole rows move, so this works for quantized
     tensors too. `transposed` transposes the tensor, which must be F32, F16 or BF16.
@@ -109,7 +125,10 @@ def matrix_for_engine(
             _separate_halves(rows, interleaved_heads, rotated=interleaved_rows)
         )
 
-    if tensor.format in _RAW_FORMATS or (tensor.as_stored and kind != "f32"):
+    is_stored = tensor.as_stored or tensor.format in MAPPED_FORMATS
+    if tensor.format in _RAW_FORMATS or (is_stored and kind != "f32" and tensor.matrix is None):
+        if kind == "nvfp4":
+            _check_nvfp4(tensor, stored)
         return kind, ordered(stored)
     if tensor.format == "BF16":
         halves = stored.view("<u2")
@@ -132,17 +151,60 @@ def matrix_for_engine(
     return kind, ordered(values)
 
 
+def scales_for_engine(
+    tensor: StoredTensor, kind: str, *, interleaved_heads: int = 0, interleaved_rows: int = 0
+) -> npt.NDArray[Any] | None:
+    """Return the scales for WeightsBuilder.add_matrix, or None if `kind` has none of its own.
+
+    The other arguments are those of `matrix_for_engine`.
+    """
+    if kind == "nvfp4":
+        return np.array([tensor.factor], np.float32)
+    if kind != "mxfp4_split" or tensor.scales is None:
+        return None
+    scales = tensor.scales.reshape(tensor.rows, -1)
+    return np.ascontiguousarray(
+        _separate_halves(scales, interleaved_heads, rotated=interleaved_rows)
+    )
+
+
+def check_exponents(tensor: StoredTensor) -> None:
+    """Raise ModelFormatError if a scale of SPLIT_MXFP4 is NaN."""
+    if tensor.format == SPLIT_MXFP4 and tensor.scales is not None and (tensor.scales == 255).any():
+        raise ModelFormatError(
+            f"tensor {tensor.name}: A scale is 255, which is NaN. It must be 0 to 254."
+        )
+
+
+def _check_nvfp4(tensor: StoredTensor, rows: npt.NDArray[np.uint8]) -> None:
+    try:
+        check_e4m3_scales(nvfp4_scales(rows))
+    except ValueError as error:
+        raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
+
+
 def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArray[Any]:
     stored_format = tensor.format
+    if tensor.matrix is not None and kind == tensor.matrix.kind:
+        return tensor.matrix.blocks(span.start, span.stop)
     if tensor.matrix is not None:
-        convert = tensor.matrix.f32 if kind == "f32" else tensor.matrix.blocks
-        return convert(span.start, span.stop)
-    rows = tensor.bytes_by_row()[span]
-    if kind not in ("f32", "bf16") and stored_format in REPACKED:
-        return REPACKED[stored_format][1](rows)
-    values = values_of_rows(stored_format, rows)
+        values = tensor.matrix.f32(span.start, span.stop)
+    elif stored_format == SPLIT_MXFP4 and tensor.scales is not None:
+        exponents = tensor.scales.reshape(tensor.rows, -1)[span]
+        values = mxfp4_values(tensor.bytes_by_row()[span], exponents=exponents)
+    else:
+        rows = tensor.bytes_by_row()[span]
+        if kind not in ("f32", "bf16") and stored_format in REPACKED:
+            return REPACKED[stored_format][1](rows)
+        if stored_format == "NVFP4":
+            check_e4m3_scales(nvfp4_scales(rows))
+        values = values_of_rows(stored_format, rows)
+        if tensor.factors is not None:
+            values = values * tensor.factor
     if kind == "f32":
         return np.ascontiguousarray(values)
+    if stored_format == "NVFP4":
+        check_range_of_q8_0(values)
     return values_to_q8_0(values) if kind == "q8_0" else bf16_bits(values)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.gguf_factors import GgufFactors
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.files.gguf_parts import GgufParts, join_parts, part_paths
 from lmdeploy.checkpoint.tensor_plan import (
@@ -65,7 +66,7 @@ def open_gguf(path: Path) -> Checkpoint:
             names[f"{matrix}.bias"] = replace(place, name=bias)
     tensors = tuple(
         plan_tensors(
-            file,
+            GgufFactors(file, source=str(path)),
             config,
             layout=TensorLayout(
                 names=names,

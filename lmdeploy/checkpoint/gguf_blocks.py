@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from lmdeploy.base.errors import ModelFormatError
+
 Bytes = npt.NDArray[np.uint8]
 
 _K_SUBBLOCKS = 8  # of 32 values in a block of 256
@@ -19,7 +21,15 @@ _BEYOND_FP16 = (
     "The scale or minimum of a block is beyond 65504, the limit of FP16. Use --exact or another "
     "file."
 )
-_Q4_0_BYTES, _Q4_1_BYTES, _Q8_0_BYTES = 18, 20, 34
+_Q4_0_BYTES, _Q4_1_BYTES, _Q8_0_BYTES, _NVFP4_BYTES = 18, 20, 34, 36
+_LARGEST_E4M3 = 0x7E  # 448
+_LARGEST_PRODUCT = 6 * 480  # of a code and a scale, with 480 for the code of NaN
+_LEAST_OF_Q8_0 = 127 * 2.0**-22
+# The values of E2M1 codes, and those of both nibbles of a byte.
+_E2M1_VALUES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)
+_E2M1_PAIRS = np.stack([np.tile(_E2M1_VALUES, 16), np.repeat(_E2M1_VALUES, 16)], axis=1)
 # The values of the codes of IQ4_NL and IQ4_XS.
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
@@ -132,6 +142,71 @@ def values_to_q4_1(rows: npt.NDArray[np.float32]) -> Bytes:
     if np.isinf(halves).any() and np.isfinite(rows).all():
         raise ValueError(_BEYOND_FP16)
     return blocks
+
+
+def e2m1_pairs(codes: Bytes) -> npt.NDArray[np.float32]:
+    """Return the values of codes [n, cols / 2] as [n, cols]. The low nibble comes first."""
+    pairs: npt.NDArray[np.float32] = _E2M1_PAIRS[codes]
+    return pairs.reshape(len(codes), -1)
+
+
+def mxfp4_values(codes: Bytes, *, exponents: Bytes) -> npt.NDArray[np.float32]:
+    """Return the values of MXFP4 codes [n, cols / 2] and exponents [n, cols / 32] as [n, cols]."""
+    values = e2m1_pairs(codes).reshape(*exponents.shape, 32)
+    powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    values *= np.where(exponents == 255, np.float32(np.nan), powers)[:, :, None]
+    return values.reshape(len(codes), -1)
+
+
+def nvfp4_blocks(codes: Bytes, *, scales: Bytes) -> Bytes:
+    """Pack NVFP4 codes [n, cols / 2] and E4M3 scales [n, cols / 16] to [n, cols / 64 · 36].
+
+    A byte of `codes` has two columns that follow each other, and one of a block two columns that
+    are 8 apart. The first is in the low nibble.
+    """
+    groups = codes.reshape(-1, 8)
+    first, second = groups[:, :4], groups[:, 4:]
+    ordered = np.empty_like(groups)
+    ordered[:, 0::2] = first & 0x0F | second << 4
+    ordered[:, 1::2] = first >> 4 | second & 0xF0
+    out = np.empty((scales.size // 4, _NVFP4_BYTES), np.uint8)
+    out[:, :4] = scales.reshape(-1, 4)
+    out[:, 4:] = ordered.reshape(-1, 32)
+    return out.reshape(len(codes), -1)
+
+
+def nvfp4_scales(rows: Bytes) -> Bytes:
+    """Return the scales of NVFP4 rows [n, cols / 64 · 36] as [blocks, 4]."""
+    return rows.reshape(-1, _NVFP4_BYTES)[:, :4]
+
+
+def check_e4m3_scales(scales: Bytes) -> None:
+    """Raise ValueError for an E4M3 scale that is NaN or negative. Zero is the scale of zeros."""
+    if scales.size and (largest := int(scales.max())) > _LARGEST_E4M3:
+        raise ValueError(
+            f"A scale has the E4M3 code {largest:#x}, which is NaN or negative. It must be at most "
+            f"{_LARGEST_E4M3:#x}."
+        )
+
+
+def check_factors(factors: npt.NDArray[np.float32], where: str) -> None:
+    """Raise ModelFormatError if a factor of NVFP4 is not above 0, or its values are not finite."""
+    limit = np.finfo(np.float32).max / _LARGEST_PRODUCT
+    good = (factors > 0) & (factors <= limit)  # false for NaN
+    if not good.all():
+        raise ModelFormatError(
+            f"{where} is {factors[~good][0]:g}. It must be above 0 and at most {limit:.3g}."
+        )
+
+
+def check_range_of_q8_0(values: npt.NDArray[np.float32]) -> None:
+    """Raise ValueError if all values are so small that FP16 has few bits for a step of Q8_0."""
+    largest = float(np.abs(values).max(initial=0.0))
+    if 0 < largest < _LEAST_OF_Q8_0:
+        raise ValueError(
+            f"The largest value is {largest:.3g}. It must be at least {_LEAST_OF_Q8_0:.3g}, "
+            "because scales become FP16. Use --exact or another file."
+        )
 
 
 # Maps a stored format to the engine's format and the conversion of whole rows.

@@ -36,6 +36,7 @@ logger = logging.getLogger("lmdeploy")
 
 _MAX_CONFIG_BYTES = 16 << 20
 _MODELOPT_FILE = "hf_quant_config.json"
+_MODELOPT_KEYS = ("quant_algo", "kv_cache_quant_algo", "group_size", "quantized_layers")
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 # Methods that may leave the weights unquantized.
 _KV_METHODS = ("quark",)
@@ -62,11 +63,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
     own = folder / _MODELOPT_FILE
     if values.get("quantization_config") is None and own.is_file():
-        reader = ConfigReader(read_json_object(own, _MAX_CONFIG_BYTES), str(own))
-        algorithms = reader.child("quantization")
-        if algorithms is not None:
-            keys = [key for key in ("quant_algo", "kv_cache_quant_algo") if algorithms.has(key)]
-            found = {key: algorithms.text(key) for key in keys}
+        own_values = read_json_object(own, _MAX_CONFIG_BYTES)
+        reader = ConfigReader(own_values, str(own))
+        if reader.child("quantization") is not None:
+            own_values = own_values["quantization"]
+            found = {key: own_values[key] for key in _MODELOPT_KEYS if key in own_values}
             values["quantization_config"] = {"quant_method": "modelopt", **found}
     return values
 

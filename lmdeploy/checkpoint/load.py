@@ -13,10 +13,12 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import Bytes, prefetch_pages, release_pages
 from lmdeploy.checkpoint.convert import (
     MAPPED_FORMATS,
+    check_exponents,
     engine_bytes,
     engine_format,
     is_router,
     matrix_for_engine,
+    scales_for_engine,
     vector_for_engine,
 )
 from lmdeploy.checkpoint.fingerprint import FileIdentities
@@ -53,6 +55,7 @@ class _Converted:
     planned: PlannedTensor
     kind: str  # an engine format or _VECTOR
     values: npt.NDArray[Any]
+    scales: npt.NDArray[Any] | None = None
 
 
 def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> WeightCacheEntry | None:
@@ -109,8 +112,10 @@ def _packed_shapes(checkpoint: Checkpoint) -> Mapping[str, Shape]:
 
     shapes = {}
     for planned in checkpoint.tensors:
-        if not planned.mapped and len(planned.tensor.shape) > 1:
-            kind = "f32" if is_router(planned) else engine_format(planned.tensor, exact=False)
+        if len(planned.tensor.shape) == 1:
+            continue
+        kind = "f32" if is_router(planned) else engine_format(planned.tensor, exact=False)
+        if kind not in MAPPED_FORMATS.values():
             size = packed_bytes(kind, planned.rows, planned.cols)
             shapes[planned.name] = Shape(kind, planned.rows, planned.cols, size)
     return shapes
@@ -185,8 +190,10 @@ def _convert_all(tensors: Sequence[PlannedTensor], *, exact: bool) -> Iterator[_
 
 def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
     tensor = planned.tensor
+    if not planned.is_expert:
+        check_exponents(tensor)
     if planned.mapped:
-        return _Converted(planned, MAPPED_FORMATS[tensor.format], tensor.raw)
+        return _Converted(planned, MAPPED_FORMATS[tensor.format], tensor.raw, tensor.scales)
     prefetch_pages(tensor.raw)
     heads = planned.interleaved_heads
     interleaved = planned.interleaved_rows
@@ -202,7 +209,8 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
         interleaved_rows=interleaved,
         transposed=planned.transposed,
     )
-    return _Converted(planned, kind, values)
+    scales = scales_for_engine(tensor, kind, interleaved_heads=heads, interleaved_rows=interleaved)
+    return _Converted(planned, kind, values, scales)
 
 
 def _add(builder: WeightsBuilder, converted: _Converted, *, copied: bool) -> None:
@@ -216,7 +224,7 @@ def _add(builder: WeightsBuilder, converted: _Converted, *, copied: bool) -> Non
             converted.values,
             planned.rows,
             planned.cols,
-            tensor.scales if planned.mapped else None,
+            converted.scales,
         )
     if planned.mapped and not copied:
         return

@@ -77,7 +77,12 @@ class PlannedTensor:
     interleaved_rows: int = 0  # the rows of each head that are interleaved; 0 means all
     offset: float = 0.0  # added to the values of a vector
     transposed: bool = False  # stored as [inputs, outputs]
-    mapped: bool = False  # MXFP4 of an expert, which the engine reads from the mapped file
+    mapped: bool = False  # MXFP4 that the engine reads from the mapped file
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether the tensor belongs to an expert."""
+        return ".experts." in self.name
 
     @property
     def rows(self) -> int:
@@ -212,7 +217,8 @@ def plan_tensors(
         tensor = lookup.find(kind, places[kind], layer=layer or 0)
         offset = layout.norm_offset if kind.endswith("norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
-        return PlannedTensor(name, tensor, heads, config.rope.dim, offset)
+        mapped = heads == 0 and _is_mxfp4(tensor)
+        return PlannedTensor(name, tensor, heads, config.rope.dim, offset, mapped=mapped)
 
     for kind in outer:
         yield planned(kind)
@@ -259,8 +265,12 @@ def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iter
                 f"layers.{layer}.experts.{expert}.{kind.removeprefix('experts.')}",
                 tensor,
                 transposed=place.transposed,
-                mapped=tensor.format in ("MXFP4", SPLIT_MXFP4) and len(tensor.shape) == 2,
+                mapped=_is_mxfp4(tensor),
             )
+
+
+def _is_mxfp4(tensor: StoredTensor) -> bool:
+    return tensor.format in ("MXFP4", SPLIT_MXFP4) and len(tensor.shape) == 2
 
 
 def _choose(
@@ -339,7 +349,7 @@ class _Lookup:
         return tensor.take_of_groups(first, count, groups=groups)
 
     def _require_plain(self, tensor: StoredTensor) -> None:
-        if tensor.matrix is not None:
+        if tensor.matrix is not None or tensor.format == SPLIT_MXFP4:
             raise ModelFormatError(
                 f"{self._source}: tensor {tensor.name} is quantized. This architecture supports "
                 "only F32, F16 and BF16 weights, or a GGUF file."
@@ -468,7 +478,7 @@ def stored_dtype(tensors: tuple[PlannedTensor, ...]) -> str:
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     values: dict[str, int] = {}
     for planned in tensors:
-        if len(planned.tensor.shape) == 2 and not planned.mapped:
+        if len(planned.tensor.shape) == 2 and not (planned.mapped and planned.is_expert):
             kind = names.get(planned.tensor.format, "quantized")
             values[kind] = values.get(kind, 0) + planned.tensor.rows * planned.tensor.cols
     return max(values, key=lambda kind: values[kind])

@@ -150,7 +150,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         read_draft_texts(files, files.read_texts())  # checks that the vocabularies agree
     mapped = ""
     if info.mapped_bytes:
-        mapped = f" ({info.mapped_bytes:,} of them experts, read from the mapped file)"
+        mapped = f" ({info.mapped_bytes:,} of them MXFP4, read from the mapped file)"
     touched = f"touched bytes: {plan.touched_bytes:,} (memory is taken as tokens arrive)"
     return [
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",

@@ -13,7 +13,12 @@ from lmdeploy.base.files import read_json_object
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
-from lmdeploy.checkpoint.convert import engine_bytes, engine_format, for_device
+from lmdeploy.checkpoint.convert import (
+    MAPPED_FORMATS,
+    engine_bytes,
+    engine_format,
+    for_device,
+)
 from lmdeploy.checkpoint.fingerprint import FileIdentities, identify_files
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.kv_scales import KvScales
@@ -81,7 +86,7 @@ class ModelInfo:
     model_type: str  # the family: llama, mistral, gpt_oss, ...
     config: ModelConfig
     weight_bytes: int  # size of the weights in the engine, before padding
-    mapped_bytes: int  # the part of weight_bytes that stays in the mapped file (MXFP4 experts)
+    mapped_bytes: int  # the part of weight_bytes that stays in the mapped file (MXFP4)
     file_bytes: int  # size of the tensors in the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
     kv_scales: KvScales | None = None  # of an FP8 cache, if the checkpoint has them
@@ -302,7 +307,7 @@ def _weight_parts(checkpoint: Checkpoint, exact: bool) -> dict[str, WeightPart]:
     for planned in checkpoint.tensors:
         part = part_of(planned) or "rest"
         kind = "f32" if exact or part == "rest" else engine_format(planned.tensor, exact)
-        if planned.mapped and not exact:
+        if planned.tensor.format in MAPPED_FORMATS and not exact:
             kind = "mxfp4"
         sizes[part] = sizes.get(part, 0) + engine_bytes(planned, exact)
         formats.setdefault(part, set()).add(kind)

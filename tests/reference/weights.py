@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from reference.floats import E4M3_VALUES, Floats
+from reference.floats import E2M1_VALUES, E4M3_VALUES, Floats
 
 Tensors = Mapping[str, np.ndarray]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -87,3 +87,26 @@ def read_fp8(codes: np.ndarray, scales: Floats, block: tuple[int, int] | None = 
         place = tuple(slice(i * n, (i + 1) * n) for i, n in zip((row, column), block, strict=True))
         out[place] = values[place] * scales[row, column]
     return out
+
+
+def read_nvfp4(codes: np.ndarray, scales: np.ndarray, number: Floats, *, divides: bool) -> Floats:
+    """Read E2M1 codes, two to a byte, with an E4M3 scale per 16 inputs and one number.
+
+    compressed-tensors divides the scales by the number, and ModelOpt multiplies them with it.
+    """
+    wide = E4M3_VALUES[scales]
+    wide = wide / number if divides else wide * number
+    return read_e2m1(codes) * wide.repeat(16, axis=1)
+
+
+def read_mxfp4(codes: np.ndarray, exponents: np.ndarray) -> Floats:
+    """Read E2M1 codes, two to a byte, with a power of two per 32 inputs."""
+    scales = np.exp2(exponents.astype(np.float64) - 127).astype(np.float32)
+    return read_e2m1(codes) * scales.repeat(32, axis=1)
+
+
+def read_e2m1(codes: np.ndarray) -> Floats:
+    """Return the values of codes [n, inputs / 2]. The low nibble is the first input."""
+    values = np.empty((len(codes), 2 * codes.shape[1]), np.float32)
+    values[:, 0::2], values[:, 1::2] = E2M1_VALUES[codes % 16], E2M1_VALUES[codes // 16]
+    return values

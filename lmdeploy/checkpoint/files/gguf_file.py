@@ -48,7 +48,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 # GGML's numbers of the supported formats.
 FORMATS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
 FORMATS |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
-FORMATS |= {20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
+FORMATS |= {20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4", 40: "NVFP4"}
 _U64 = struct.Struct("<Q")
 
 

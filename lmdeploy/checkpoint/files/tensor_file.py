@@ -28,6 +28,7 @@ BLOCK_FORMATS = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
 }
 SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
 # MXFP4 in the form of Hugging Face, with codes and E8M0 scales in separate tensors.
@@ -51,7 +52,7 @@ class QuantizedMatrix(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the engine format that the matrix is converted to: q4_0, q4_1 or q8_0."""
+        """Return the format of `blocks`: q4_0, q4_1, q8_0 or nvfp4."""
 
     @property
     def row_step(self) -> int:
@@ -111,11 +112,14 @@ class StoredTensor:
     format: str
     shape: tuple[int, ...]  # rows first
     raw: Bytes  # the bytes of the tensor, a view into the mapped file
-    scales: Bytes | None = None  # for SPLIT_MXFP4: a view of the scales
+    # A view of the scales of SPLIT_MXFP4, or of the factors of NVFP4 in GGUF.
+    scales: Bytes | None = None
     matrix: QuantizedMatrix | None = None  # for a quantization method
     # (groups, first, count): `raw` has more rows than the tensor, see take_of_groups.
     rows_of_groups: tuple[int, int, int] | None = None
     as_stored: bool = False  # the device computes the format as it is
+    # NVFP4: one FP32 factor of the values, or one for each item. None means 1.
+    factors: npt.NDArray[np.float32] | None = None
 
     @property
     def rows(self) -> int:
@@ -126,6 +130,11 @@ class StoredTensor:
     def cols(self) -> int:
         """Return the inputs of a matrix, or the length of a vector."""
         return self.shape[-1]
+
+    @property
+    def factor(self) -> np.float32:
+        """Return the factor of a matrix in NVFP4."""
+        return np.float32(1) if self.factors is None else self.factors[0]
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +152,11 @@ class StoredTensor:
         """Return item `index` of the first dimension. REQUIRES: at least two dimensions."""
         size = self.raw.size // self.shape[0]
         raw = self.raw[index * size : (index + 1) * size]
-        return replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:], raw=raw)
+        factors = self.factors
+        if factors is not None and factors.size > 1:
+            factors = factors[index : index + 1]
+        name = f"{self.name}[{index}]"
+        return replace(self, name=name, shape=self.shape[1:], raw=raw, factors=factors)
 
     def take(self, first: int, count: int) -> StoredTensor:
         """Return `count` rows (or values of a vector) from `first` on."""
@@ -151,14 +164,18 @@ class StoredTensor:
         if self.matrix is not None:
             return replace(self, shape=shape, matrix=_SomeRows(self.matrix, first, count))
         size = self.raw.size // self.shape[0]
-        return replace(self, shape=shape, raw=self.raw[first * size : (first + count) * size])
+        part = replace(self, shape=shape, raw=self.raw[first * size : (first + count) * size])
+        if self.format != SPLIT_MXFP4 or self.scales is None:
+            return part
+        size = self.scales.size // self.shape[0]
+        return replace(part, scales=self.scales[first * size : (first + count) * size])
 
     def take_of_groups(self, first: int, count: int, *, groups: int) -> StoredTensor:
         """Return `count` rows from row `first` of each of `groups` equal runs of rows.
 
-        REQUIRES: no quantization method.
+        REQUIRES: no quantization method and no SPLIT_MXFP4.
         """
-        assert self.matrix is None
+        assert self.matrix is None and self.format != SPLIT_MXFP4
         shape = (groups * count, *self.shape[1:])
         return replace(self, shape=shape, rows_of_groups=(groups, first, count))
 

@@ -9,8 +9,9 @@ from typing import Protocol
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
 from lmdeploy.checkpoint.methods.awq import open_awq
 from lmdeploy.checkpoint.methods.compressed_tensors import open_compressed_tensors
-from lmdeploy.checkpoint.methods.fp8 import open_fbgemm_fp8, open_fp8, open_modelopt
+from lmdeploy.checkpoint.methods.fp8 import open_fbgemm_fp8, open_fp8
 from lmdeploy.checkpoint.methods.gptq import open_gptq
+from lmdeploy.checkpoint.methods.modelopt import open_modelopt
 from lmdeploy.models.config_reader import ConfigReader
 
 

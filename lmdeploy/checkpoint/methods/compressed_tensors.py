@@ -1,4 +1,4 @@
-"""Read compressed-tensors folders: integers of 4 and 8 bits, and FP8.
+"""Read compressed-tensors folders: integers of 4 and 8 bits, FP8, NVFP4 and MXFP4.
 
 `weight_packed` [outputs, inputs · bits / 32] is int32. A word holds consecutive inputs, lowest
 bits first, and a code is stored plus half of its range. `weight_zero_point` is packed in the same
@@ -15,6 +15,7 @@ import numpy as np
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.files.tensor_file import StoredTensor, TensorFile
+from lmdeploy.checkpoint.methods.fp4 import CODES, mxfp4_tensor, nvfp4_tensor, refuse_part
 from lmdeploy.checkpoint.methods.fp8 import E4M3, fp8_tensor
 from lmdeploy.checkpoint.methods.groups import (
     BLOCK,
@@ -31,13 +32,22 @@ from lmdeploy.checkpoint.methods.groups import (
 from lmdeploy.checkpoint.methods.matrix_file import MatrixFile, Parts
 from lmdeploy.models.config_reader import ConfigReader
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
 # A folder whose groups have formats of their own, and one without quantized weights.
 _OUTER_FORMATS = (*FORMATS, "mixed-precision", "dense")
 _PACKED, _PLAIN, _SCALE = "weight_packed", "weight", "weight_scale"
 _SHAPE, _ZEROS, _GROUPS = "weight_shape", "weight_zero_point", "weight_g_idx"
+_NUMBER = "weight_global_scale"
 _UNUSED = ("input_scale", "input_zero_point", "input_global_scale")
 _STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
+_FP4_GROUPS = {"tensor_group": 16, "group": 32}  # NVFP4 and MXFP4
 _SHUFFLED_ORDERS = ("group", "dynamic", "True")  # values of actorder that write weight_g_idx
 
 
@@ -59,6 +69,7 @@ class _Reader:
         return self._packed(parts)
 
     def _plain(self, parts: Parts) -> StoredTensor:
+        refuse_part(parts, _NUMBER, kind="a plain weight")
         codes = parts.tensor(_PLAIN, formats=("I8", E4M3))
         if parts.has(_ZEROS):
             zeros = parts.any_shape(_ZEROS, formats=("I8", E4M3, "I32"))
@@ -83,7 +94,10 @@ class _Reader:
         return StoredTensor(codes.name, "INT8", (rows, cols), codes.raw, matrix=matrix)
 
     def _packed(self, parts: Parts) -> StoredTensor:
-        codes = parts.tensor(_PACKED, formats=("I32",))
+        codes = parts.tensor(_PACKED, formats=("I32", CODES))
+        if codes.format == CODES:
+            return _fp4(parts)
+        refuse_part(parts, _NUMBER, kind="a matrix of packed integers")
         rows, words = codes.shape
         cols = _inputs(parts, codes)
         bits = 32 * words // cols
@@ -124,6 +138,16 @@ class _Reader:
         return stored
 
 
+def _fp4(parts: Parts) -> StoredTensor:
+    """Return a matrix of NVFP4 or MXFP4, as the type of its scales says."""
+    for suffix in (_ZEROS, _GROUPS):
+        refuse_part(parts, suffix, kind="a matrix of FP4")
+    if parts.any_shape(_SCALE, formats=(E4M3, CODES)).format == E4M3:
+        return nvfp4_tensor(parts, _PACKED, number=_NUMBER, divides=True)
+    refuse_part(parts, _NUMBER, kind="MXFP4")
+    return mxfp4_tensor(parts, _PACKED)
+
+
 def open_compressed_tensors(
     file: TensorFile, quantization: ConfigReader, *, source: str
 ) -> TensorFile:
@@ -154,7 +178,7 @@ def open_compressed_tensors(
     return MatrixFile(
         file,
         marks=(_PACKED, _SCALE),
-        others=(_PLAIN, _SHAPE, _ZEROS, _GROUPS, *_UNUSED),
+        others=(_PLAIN, _SHAPE, _ZEROS, _GROUPS, _NUMBER, *_UNUSED),
         combine=reader.combine,
         source=source,
     )
@@ -174,10 +198,10 @@ def _check_weights(weights: ConfigReader) -> None:
     if kind not in _STRATEGIES:
         raise weights.refuse(f"type is {kind[:40]!r}. It must be int or float.")
     bits = weights.integer("num_bits", default=8)
-    sizes = (4, 8) if kind == "int" else (8,)
-    if bits not in sizes:
-        wanted = " or ".join(str(size) for size in sizes)
-        raise weights.refuse(f"num_bits is {bits} for type {kind}. It must be {wanted}.")
+    if bits not in (4, 8):
+        raise weights.refuse(f"num_bits is {bits} for type {kind}. It must be 4 or 8.")
+    if kind == "float" and bits == 4:
+        return _check_fp4(weights)
     strategy = weights.text("strategy", default="tensor")
     if strategy not in _STRATEGIES[kind]:
         wanted = ", ".join(_STRATEGIES[kind])
@@ -186,6 +210,18 @@ def _check_weights(weights: ConfigReader) -> None:
         )
     if bits == 8 and not weights.flag("symmetric", default=True):
         raise weights.refuse("symmetric is false for 8 bits. It must be true.")
+
+
+def _check_fp4(weights: ConfigReader) -> None:
+    strategy = weights.text("strategy", default="group")
+    size = weights.integer("group_size", default=_FP4_GROUPS.get(strategy, 0), low=0)
+    if strategy not in _FP4_GROUPS or size != _FP4_GROUPS[strategy]:
+        raise weights.refuse(
+            f"strategy is {strategy[:40]!r} and group_size is {size} for floats of 4 bits. They "
+            "must be tensor_group and 16 (NVFP4), or group and 32 (MXFP4)."
+        )
+    if not weights.flag("symmetric", default=True):
+        raise weights.refuse("symmetric is false for floats of 4 bits. It must be true.")
 
 
 def _block_of(weights: ConfigReader) -> tuple[int, int]:

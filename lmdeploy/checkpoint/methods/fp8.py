@@ -154,14 +154,6 @@ def open_fbgemm_fp8(file: TensorFile, quantization: ConfigReader, *, source: str
     return _matrix_file(file, None, source=source)
 
 
-def open_modelopt(file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:
-    """Open FP8 weights of ModelOpt. Raise ModelFormatError for another algorithm."""
-    algorithm = quantization.text("quant_algo", default="FP8")
-    if algorithm != "FP8":
-        raise quantization.refuse(f"quant_algo is {algorithm[:40]!r}. It must be FP8.")
-    return _matrix_file(file, None, source=source)
-
-
 def _matrix_file(file: TensorFile, block: tuple[int, int] | None, *, source: str) -> TensorFile:
     def combine(parts: Parts) -> StoredTensor:
         suffixes = [suffix for suffix in (_SCALE, _BLOCK_SCALE) if parts.has(suffix)]

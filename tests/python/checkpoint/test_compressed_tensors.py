@@ -290,15 +290,17 @@ def test_open_checkpoint_zero_points_of_8_bits_are_rejected(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'. It must be one of"),
-        ({"format": "mxfp4-pack-quantized"}, "format is 'mxfp4-pack-quantized'"),
+        ({"format": "mxfp8-quantized"}, "format is 'mxfp8-quantized'. It must be one of"),
         ({"format": "marlin-24"}, "format is 'marlin-24'"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'. It must be d"),
         (
             {"config_groups": {"g": {"weights": ints(2)}}},
             "num_bits is 2 for type int. It must be 4",
         ),
-        ({"config_groups": {"g": {"weights": {**floats("tensor"), "num_bits": 4}}}}, "must be 8"),
+        (
+            {"config_groups": {"g": {"weights": {**floats("tensor"), "num_bits": 4}}}},
+            "for floats of 4",
+        ),
         ({"config_groups": {"g": {"weights": {**ints(4), "type": "x"}}}}, "type is 'x'"),
         (
             {"config_groups": {"g": {"weights": {**ints(4), "strategy": "token"}}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lmdeploy.checkpoint.convert import (
     engine_bytes,
     engine_format,
     matrix_for_engine,
+    scales_for_engine,
 )
 from lmdeploy.checkpoint.files.tensor_file import (
     BLOCK_FORMATS,
@@ -34,6 +36,9 @@ def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> Stor
     random = np.random.default_rng(7)
     values, size = BLOCK_FORMATS[weight_format]
     blocks = random.integers(0, 256, (rows * cols // values, size), dtype=np.uint8)
+    if weight_format == "NVFP4":
+        blocks[:, :4] %= 0x7F  # the scales, without NaN
+        return StoredTensor("x", weight_format, (rows, cols), blocks.reshape(-1))
     one = {"Q5_0": 0, "IQ4_NL": 0, "IQ4_XS": 0, "Q3_K": 108, "Q6_K": 208}
     two = 80 if weight_format == "Q2_K" else 0
     places = (one[weight_format],) if weight_format in one else (two, two + 2)
@@ -126,6 +131,8 @@ def test_matrix_for_engine_chunks_do_not_change_values(weight_format: str) -> No
     raw = np.random.default_rng(1).integers(
         0, 255, (rows, row_bytes(weight_format, cols)), dtype=np.uint8
     )
+    if weight_format == "NVFP4":
+        raw.reshape(-1, 36)[:, :4] %= 0x7F
     tensor = StoredTensor("x", weight_format, (rows, cols), raw.reshape(-1))
     kind, data = matrix_for_engine(tensor, exact=True)
     if kind != "f32":
@@ -146,7 +153,8 @@ def test_matrix_for_engine_interleaved_rows_are_restored() -> None:
     np.testing.assert_array_equal(data, rows)
 
 
-# CRC-32 of the converted and of the packed matrix. Raise WEIGHT_CACHE_VERSION when one changes.
+# CRC-32 of the converted and of the packed matrix, or 0 for MXFP4, which is not packed. Raise
+# WEIGHT_CACHE_VERSION when one changes.
 GOLDEN: dict[str, tuple[int, int]] = {
     "F32": (698311730, 4065240744),
     "F16": (1877402449, 2507365091),
@@ -163,7 +171,9 @@ GOLDEN: dict[str, tuple[int, int]] = {
     "Q6_K": (1600624074, 872480263),
     "IQ4_NL": (3235394438, 3744319746),
     "IQ4_XS": (953798743, 2885455526),
-    "MXFP4": (1615189041, 1181443813),
+    "MXFP4": (1036926603, 0),
+    "NVFP4": (2212880056, 3439023965),
+    "NVFP4 kept": (3584774730, 3464843249),
     "AWQ": (263923974, 266103228),
     "F16 router": (1870270527, 3177651638),
     "BF16 transposed": (3781247468, 35175856),
@@ -195,16 +205,20 @@ def convert_and_pack(case: str) -> tuple[int, int]:
     options: dict[str, Any] = {"exact": option == "router"}
     options |= {"interleaved_heads": 4} if option == "interleaved" else {}
     options |= {"transposed": True} if option == "transposed" else {}
-    kind, values = matrix_for_engine(stored(stored_format), **options)
+    tensor = replace(stored(stored_format), as_stored=option == "kept")
+    kind, values = matrix_for_engine(tensor, **options)
     config = model_config()
     config.hidden_size, config.num_heads = SIZE, SIZE // config.head_dim
     builder = _turbomind.WeightsBuilder(config, _turbomind.make_cpu_device(1), False)
-    builder.add_matrix("layers.0.q", kind, values, SIZE, SIZE, None)
-    return zlib.crc32(values.tobytes()), zlib.crc32(builder.packed()["layers.0.q"][3])
+    builder.add_matrix("layers.0.q", kind, values, SIZE, SIZE, scales_for_engine(tensor, kind))
+    packed = builder.packed()
+    return zlib.crc32(values.tobytes()), zlib.crc32(packed["layers.0.q"][3]) if packed else 0
 
 
 @pytest.mark.parametrize("case", GOLDEN)
 def test_convert_and_pack_equals_golden_checksums(case: str) -> None:
+    if case == "NVFP4 kept" and not _turbomind.make_cpu_device(1).capability.has_nvfp4:
+        pytest.skip("this instruction set has no kernels for NVFP4")
     assert convert_and_pack(case) == GOLDEN[case], (
         "raise WEIGHT_CACHE_VERSION in checkpoint/convert.py"
     )

@@ -1,10 +1,11 @@
-"""Tests of 2,000 damaged quantized folders: each is an error of the format or a model."""
+"""Tests of 3,500 damaged quantized folders: each is an error of the format or a model."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from quantized_folders import Stored, pack_words, quantize_groups, save_quantize
 from tiny_models import TinyModel
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.convert import engine_bytes, matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.convert import (
+    check_exponents,
+    engine_bytes,
+    matrix_for_engine,
+    scales_for_engine,
+    vector_for_engine,
+)
 from lmdeploy.checkpoint.methods.awq import awq_parts
 from lmdeploy.checkpoint.open import open_checkpoint
 
@@ -63,7 +70,31 @@ def fp8(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
     return {"weight": codes, "weight_scale_inv": scales}, weight
 
 
+def nvfp4(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+    rows, cols = weight.shape
+    scales = torch.full((rows, cols // 16), 0.5)
+    parts = {
+        "weight_packed": torch.arange(rows * cols // 2).reshape(rows, -1).to(torch.uint8),
+        "weight_scale": scales.to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([100.0]),
+    }
+    return parts, weight
+
+
+def mxfp4(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+    parts, _ = nvfp4(weight)
+    scales = torch.full((weight.shape[0], weight.shape[1] // 32), 120, dtype=torch.uint8)
+    return {"weight_packed": parts["weight_packed"], "weight_scale": scales}, weight
+
+
+def modelopt(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+    parts, _ = nvfp4(weight)
+    names = ("weight", "weight_scale", "weight_scale_2")
+    return dict(zip(names, parts.values(), strict=True)), weight
+
+
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
@@ -76,6 +107,26 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "nvfp4": (
+        nvfp4,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {"group_0": {"weights": {**FP4, "strategy": "tensor_group"}}},
+        },
+    ),
+    "mxfp4": (
+        mxfp4,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "config_groups": {"group_0": {"weights": {**FP4, "strategy": "group"}}},
+        },
+    ),
+    "modelopt": (
+        modelopt,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    ),
 }
 SCALES = {
     f"model.layers.0.self_attn.{side}_scale": torch.full((1,), 0.5, dtype=torch.float32)
@@ -130,8 +181,14 @@ def load(folder: Path) -> None:
             assert vector_for_engine(tensor).shape == tensor.shape
             continue
         assert matrix_for_engine(tensor, exact=True)[1].shape[0] == tensor.rows
-        size = matrix_for_engine(tensor, exact=False)[1].nbytes
+        check_exponents(tensor)
+        kind, data = matrix_for_engine(tensor, exact=False)
+        scales = scales_for_engine(tensor, kind)
+        size = data.nbytes + (0 if scales is None else scales.nbytes)
         assert size == engine_bytes(planned, exact=False)
+        if tensor.format == "NVFP4":
+            kept = replace(tensor, as_stored=True)
+            assert matrix_for_engine(kept, exact=False)[1].nbytes == tensor.raw.size * 9 // 8
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -172,8 +172,8 @@ def test_modelopt_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["x"]}}))
     assert hash_model(str(tmp_path)) == wanted
     check_model_format(tmp_path, "modelopt", model_path="m")
-    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ModelFormatError, match=r"quant_algo is 'NVFP4'. It must be FP8"):
+    own.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelFormatError, match=r"quant_algo is 'W4A8_AWQ'. It must be one of FP8"):
         open_checkpoint(tmp_path)
 
 

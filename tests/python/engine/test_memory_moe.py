@@ -136,7 +136,7 @@ def test_dry_run_lines_report_bytes_of_experts(big: Path) -> None:
     figures = {line.split(":")[0]: line.split()[2].replace(",", "") for line in lines[-4:]}
     parts = ("reserved bytes", "scratch bytes")
     assert int(figures["peak bytes"]) == info.weight_bytes + sum(int(figures[p]) for p in parts)
-    assert f"weights {info.weight_bytes:,} bytes ({info.mapped_bytes:,} of them experts" in line
+    assert f"weights {info.weight_bytes:,} bytes ({info.mapped_bytes:,} of them MXFP4" in line
     values = LAYERS * EXPERTS * 3 * HIDDEN * HIDDEN
     assert info.mapped_bytes == values // 32 * 17
     exact = open_files(str(big), exact=True).info

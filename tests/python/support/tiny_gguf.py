@@ -9,6 +9,8 @@ import numpy as np
 from checkpoint_tensors import SUPER_BLOCK_BYTES, RandomTensor
 from tiny_models import byte_tokenizer
 
+NVFP4_FACTOR = np.float32(0.7)
+
 ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -65,7 +67,8 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the model and return the values that a reader must get, by Hugging Face name.
 
-    Matrices in K-quants are random and have the standard deviation of the model's.
+    Matrices in K-quants and NVFP4 are random and have the standard deviation of the model's. NVFP4
+    has factors of its own.
     `tensors_per_part` above 0 writes several parts.
     """
     config = model.config
@@ -131,11 +134,17 @@ def _write(
         writer.add_tensor(gguf_name(name), ordered)
         return values
     kind = gguf.GGMLQuantizationType[weight_format]
-    if weight_format in SUPER_BLOCK_BYTES:  # the package cannot quantize to them
+    if weight_format in (*SUPER_BLOCK_BYTES, "NVFP4"):  # the package cannot quantize to them
         plain = random_rows(name, values, weight_format)
         raw = interleave(plain, num_heads) if num_heads else plain
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-        return gguf.quants.dequantize(plain, kind).reshape(values.shape)
+        dequantized = gguf.quants.dequantize(plain, kind).reshape(values.shape)
+        if weight_format != "NVFP4":
+            return dequantized
+        base = gguf_name(name).removesuffix("weight")
+        writer.add_tensor(base + "scale", np.array([NVFP4_FACTOR]))
+        writer.add_tensor(base + "input_scale", np.ones(1, np.float32))
+        return dequantized * NVFP4_FACTOR
     raw = gguf.quants.quantize(np.ascontiguousarray(ordered), kind)
     writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
     # Quantization works on each row alone, so it does not depend on the row order.
@@ -144,7 +153,7 @@ def _write(
 
 
 def random_rows(name: str, values: np.ndarray, weight_format: str) -> np.ndarray:
-    """Return random K-quants [rows, bytes] with the shape and standard deviation of the values."""
+    """Return random blocks [rows, bytes] with the shape and standard deviation of the values."""
     tensor = RandomTensor(name, values.shape, weight_format, float(values.std()))
     return np.concatenate(list(tensor.pieces(0))).reshape(len(values), -1)
 
