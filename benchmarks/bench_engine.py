@@ -125,7 +125,7 @@ def run_long_prompt(options: argparse.Namespace) -> None:
 
 def run_suite(options: argparse.Namespace) -> None:
     """Measure the table of targets for one model."""
-    from targets import TargetSuite
+    from targets import Cpu, TargetSuite
 
     targets = targets_of(options)
     file = ResultsFile(options.json)
@@ -138,10 +138,9 @@ def run_suite(options: argparse.Namespace) -> None:
         loaded,
         baseline,
         file=file,
-        threads=options.num_threads,
+        cpu=Cpu(options.num_threads, options.gemm_input_dtype == "int8"),
         repeats=options.repeats or 5,
         attention_bench=options.attention_bench,
-        int8=options.gemm_input_dtype == "int8",
     )
     suite.run(targets)
     if baseline:

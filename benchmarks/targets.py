@@ -182,11 +182,16 @@ def json_of(command: Sequence[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-class TargetSuite:
-    """Measures the targets for one model and writes every row to the file.
+@dataclass(frozen=True)
+class Cpu:
+    """Threads of both engines, and whether our linear layers round activations to 8 bits."""
 
-    `int8` rounds the activations of our linear layers to 8 bits (`gemm_input_dtype`).
-    """
+    threads: int
+    int8_activations: bool = False
+
+
+class TargetSuite:
+    """Measures the targets for one model and writes every row to the file."""
 
     def __init__(
         self,
@@ -194,14 +199,13 @@ class TargetSuite:
         baseline: Baseline | None,
         *,
         file: ResultsFile,
-        threads: int,
+        cpu: Cpu,
         repeats: int,
         attention_bench: Path | None,
-        int8: bool = False,
     ) -> None:
-        self._int8 = int8
         self._loaded, self._baseline, self._file = loaded, baseline, file
-        self._threads, self._repeats, self._bench = threads, repeats, attention_bench
+        self._threads, self._int8 = cpu.threads, cpu.int8_activations
+        self._repeats, self._bench = repeats, attention_bench
         self.model = Path(loaded.path).stem
 
     def run(self, targets: Sequence[Target]) -> None:

@@ -33,7 +33,9 @@ _CHOICES = (
 class Context:
     """A pipeline for one cell. Every run has a prompt of its own, so that nothing is cached."""
 
-    def __init__(self, pipeline: openvino_genai.LLMPipeline, cell: Cell, vocab_size: int) -> None:
+    def __init__(
+        self, pipeline: openvino_genai.LLMPipeline, cell: Cell, *, vocab_size: int
+    ) -> None:
         self._pipeline, self._cell, self._vocab_size = pipeline, cell, vocab_size
         self._runs = 0
 
@@ -85,7 +87,7 @@ class OpenVino:
         pipeline = openvino_genai.LLMPipeline(
             self._path, "CPU", INFERENCE_NUM_THREADS=self._threads, **setting.properties
         )
-        yield Context(pipeline, cell, self._vocab_size)
+        yield Context(pipeline, cell, vocab_size=self._vocab_size)
 
     def close(self) -> None:
         """Do nothing: the last pipeline is gone."""

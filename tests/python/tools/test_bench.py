@@ -18,7 +18,7 @@ import draft_workloads
 import numpy as np
 import pytest
 from results import ResultsFile
-from targets import BY_NAME, Runs, TargetSuite, row_of
+from targets import BY_NAME, Cpu, Runs, TargetSuite, row_of
 
 ROOT = Path(__file__).parents[3]
 DECODE, MEMORY = BY_NAME["decode-2048-batch-1"], BY_NAME["memory"]
@@ -78,7 +78,7 @@ def test_suite_leaves_a_row_empty_if_the_baseline_refuses_every_setting(tmp_path
 
     loaded = SimpleNamespace(path="model.gguf")
     file = ResultsFile(tmp_path / "rows.json", commit="a")
-    suite = TargetSuite(loaded, Refusing(), file=file, threads=1, repeats=5, attention_bench=None)
+    suite = TargetSuite(loaded, Refusing(), file=file, cpu=Cpu(1), repeats=5, attention_bench=None)
     suite.run([BY_NAME["decode-128-batch-32"]])
     printed = capsys.readouterr().out
     assert "other engine, b: skipped: no b with 32 sequences" in printed
