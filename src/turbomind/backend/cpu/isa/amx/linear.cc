@@ -466,8 +466,9 @@ int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
   if (!HasInt8Panels(format)) {
     return FullPanelBytes(format, cols);
   }
-  return OnTiles(format, kPanelRows, kPanelRows) ? cols / kQuantBlock * TilePanelStep(format, true)
-                                                 : avx512::FullInt8PanelBytes(format, cols);
+  return OnInt8Tiles(format, kPanelRows, kPanelRows)
+             ? cols / kQuantBlock * TilePanelStep(format, true)
+             : avx512::FullInt8PanelBytes(format, cols);
 }
 
 int64_t ScratchBytes(MatrixFormat format, int64_t cols) {

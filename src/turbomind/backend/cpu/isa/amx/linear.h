@@ -26,6 +26,11 @@ constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
          rows >= kMinTileRows;
 }
 
+// Returns the same for activations of 8 bits. AVX-512 multiplies K-quants with them.
+constexpr bool OnInt8Tiles(MatrixFormat format, int rows, int all_rows) {
+  return IsQuantized(format) && OnTiles(format, rows, all_rows);
+}
+
 // Returns whether codes are multiplied as int8 instead of BF16.
 constexpr bool InBytes(MatrixFormat format) {
   return format == MatrixFormat::kQ8_0 || format == MatrixFormat::kQ5_K;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
 #include "turbomind/backend/cpu/isa/simd/broadcast_avx512.h"
@@ -17,8 +18,7 @@ namespace turbomind::TM_ISA {
 
 template <MatrixFormat F, int R>
 inline constexpr int kInt8TilesAtOnce = kTilesAtOnce<R>;
-// The loader converts K-quants for these kernels.
-inline constexpr bool kComputesInt8KQuants = false;
+inline constexpr bool kComputesInt8KQuants = true;
 
 TM_HD constexpr int Int8RowBytes(MatrixFormat /*format*/) { return kQuantBlock; }
 
@@ -51,10 +51,90 @@ TM_HD void AddInt8Step(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
   }
 }
 
+// Adds the products of 4 columns of kQ5_K or kQ6_K for all rows.
+template <MatrixFormat F, int R, int kHalf, int kGroup>
+TM_HD void DotInt8Group(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
+  const __m512i codes =
+      _mm512_and_si512(LoadWideCodes<F, kHalf, kGroup>(w), _mm512_set1_epi8(kWideMask<F>));
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    sum[r] = _mm512_dpbusd_epi32(
+        sum[r], codes, Broadcast32(a + kQuantBlock * r + kQuantBlock / 2 * kHalf + 4 * kGroup));
+  }
+}
+
+// Adds the products of 16 columns of kQ5_K or kQ6_K for all rows.
+template <MatrixFormat F, int R, int kHalf>
+TM_HD void DotInt8Half(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
+  DotInt8Group<F, R, kHalf, 0>(w, a, sum);
+  DotInt8Group<F, R, kHalf, 1>(w, a, sum);
+  DotInt8Group<F, R, kHalf, 2>(w, a, sum);
+  DotInt8Group<F, R, kHalf, 3>(w, a, sum);
+}
+
+// Adds 32 columns of kQ6_K for all rows. `w` are their codes.
+template <int R>
+TM_HD void AddInt8Q6Step(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
+  constexpr MatrixFormat F = MatrixFormat::kQ6_K;
+  const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
+  const uint8_t* offsets = scales + R * 4;      // int32[2][R]
+  __m512i sum[R];
+  __m512 first[R];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    sum[r] = Broadcast32(offsets + 4 * r);
+  }
+  DotInt8Half<F, R, 0>(w, a, sum);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    first[r] = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), own.scale);
+    sum[r] = Broadcast32(offsets + 4 * (R + r));
+  }
+  DotInt8Half<F, R, 1>(w, a, sum);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    const __m512 both =
+        _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), own.second, first[r]);
+    acc[r] = _mm512_fmadd_ps(both, BroadcastFloat(scales + 4 * r), acc[r]);
+  }
+}
+
+// Adds 32 columns of kQ4_K or kQ5_K for all rows. `w` are their codes.
+template <MatrixFormat F, int R>
+TM_HD void AddInt8KStep(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
+  const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
+  const uint8_t* offsets = scales + R * 4;      // float d*sum[R]
+  __m512i sum[R];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    sum[r] = _mm512_setzero_si512();
+  }
+  if constexpr (F == MatrixFormat::kQ4_K) {
+    DotBlock<F, R, kQuantBlock>(w, a, sum);
+  } else {
+    DotInt8Half<F, R, 0>(w, a, sum);
+    DotInt8Half<F, R, 1>(w, a, sum);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
+                             _mm512_mul_ps(own.scale, BroadcastFloat(scales + 4 * r)), acc[r]);
+    acc[r] = _mm512_fnmadd_ps(own.second, BroadcastFloat(offsets + 4 * r), acc[r]);
+  }
+}
+
 template <MatrixFormat F, int R, int T>
 void MultiplyInt8Tiles(const TileRun& run) {
   if constexpr (IsKQuant(F)) {
-    __builtin_trap();  // the device packs no such matrix
+    MultiplyKTilesWith<F, R, T, Int8PanelStepBytes(F, R, kQuantBlock)>(
+        run, [](const uint8_t* w, const KScales& own, const uint8_t* a, __m512(&acc)[R])
+                 __attribute__((always_inline)) {
+                   if constexpr (F == MatrixFormat::kQ6_K) {
+                     AddInt8Q6Step<R>(w, own, a, acc);
+                   } else {
+                     AddInt8KStep<F, R>(w, own, a, acc);
+                   }
+                 });
   } else {
     MultiplyTilesWith<F, R, T, Int8PanelStepBytes(F, R, kQuantBlock)>(
         run, [](const uint8_t* w, const uint8_t* a, __m512(&acc)[R])

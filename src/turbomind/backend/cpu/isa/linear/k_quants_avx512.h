@@ -191,8 +191,10 @@ TM_HD void AddKStep(const uint8_t* w, const KScales& own, const uint8_t* a, __m5
   }
 }
 
-template <MatrixFormat F, int R, int T>
-void MultiplyKTiles(const TileRun& run) {
+// Multiplies T tiles. add_step(codes, scales, panel step, acc) adds one step of a tile; a step of
+// the panel takes kPanelStep bytes.
+template <MatrixFormat F, int R, int T, int kPanelStep, class AddFn>
+TM_HD void MultiplyKTilesWith(const TileRun& run, const AddFn& add_step) {
   constexpr int kStepShare = TileSuperBlockBytes(F) / kKSteps;  // of the bytes to prefetch
   __m512 acc[T][R];
 #pragma GCC unroll 4
@@ -218,13 +220,20 @@ void MultiplyKTiles(const TileRun& run) {
 #pragma GCC unroll 4
       for (int t = 0; t < T; ++t) {
         const uint8_t* of_tile = block + t * run.tile_bytes;
-        AddKStep<F, R>(of_tile + KCodesAt(F) + step * TileStepBytes(F),
-                       LoadKScales<F>(of_tile, step), a, acc[t]);
+        add_step(of_tile + KCodesAt(F) + step * TileStepBytes(F), LoadKScales<F>(of_tile, step), a,
+                 acc[t]);
       }
-      a += PanelStepBytes(F, R);
+      a += kPanelStep;
     }
   }
   StoreTiles<F, R, T>(run, acc);
+}
+
+template <MatrixFormat F, int R, int T>
+void MultiplyKTiles(const TileRun& run) {
+  MultiplyKTilesWith<F, R, T, PanelStepBytes(F, R)>(
+      run, [](const uint8_t* w, const KScales& own, const uint8_t* a, __m512(&acc)[R])
+               __attribute__((always_inline)) { AddKStep<F, R>(w, own, a, acc); });
 }
 
 }  // namespace turbomind::TM_ISA
