@@ -27,10 +27,6 @@ std::unique_ptr<Device> MakeInt8Device(int threads, const std::string& isa) {
   return MakeCpuDevice(threads, isa, /*int8_activations=*/true);
 }
 
-bool Computes(const Device& device, MatrixFormat format) {
-  return !IsKQuant(format) || device.capability().has_k_quants;
-}
-
 // Returns the activations as the kernels round them: codes of at most 127 times a scale, for each
 // row and block of 32 columns.
 std::vector<float> RoundedTo8Bits(const Matrix& m, const std::vector<float>& x) {
@@ -81,9 +77,6 @@ TEST_CASE("products of 8-bit activations agree with a double reference for every
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeInt8Device(2, isa);
     for (MatrixFormat format : kFormats) {
-      if (!Computes(*device, format)) {
-        continue;
-      }
       for (int64_t rows : {1, 16, 37, 130}) {
         for (int64_t blocks : {1, 3}) {
           const int64_t cols = blocks * SourceBlockCols(format);
@@ -119,9 +112,6 @@ TEST_CASE(
     for (const std::string& isa : AvailableCpuIsas()) {
       for (int threads : {1, 5}) {
         const auto device = MakeInt8Device(threads, isa);
-        if (!Computes(*device, format)) {
-          continue;
-        }
         const auto weight = device->PackMatrix(m.source(), false);
         for (int num_rows = 1; num_rows <= 70; num_rows += isa == "scalar" ? 23 : 1) {
           CAPTURE(isa);
@@ -141,7 +131,7 @@ TEST_CASE("a row of 8-bit activations has the same bits alone and in several row
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeInt8Device(2, isa);
     for (MatrixFormat format : kFormats) {
-      if (!Computes(*device, format) || isa == "scalar") {
+      if (isa == "scalar") {
         continue;
       }
       const Matrix m = RandomMatrix(format, 40, 2048, 11);
@@ -164,9 +154,6 @@ TEST_CASE("rows of 8-bit activations grouped by weight have the same bits as alo
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeInt8Device(2, isa);
     for (MatrixFormat format : kFormats) {
-      if (!Computes(*device, format)) {
-        continue;
-      }
       const std::vector<float> x = RandomVector(kRows * (256 + kPad), 61);
       std::vector<int32_t> x_rows(kRows);
       for (int32_t row = 0; row < kRows; ++row) {
@@ -248,9 +235,6 @@ TEST_CASE("the largest codes times the largest 8-bit activations are summed exac
         const double want = sign * row[0] * 127.0 * 256;
         for (const std::string& isa : AvailableCpuIsas()) {
           const auto device = MakeInt8Device(1, isa);
-          if (!Computes(*device, format)) {
-            continue;
-          }
           const auto y = RunLinear(*device, *device->PackMatrix(m.source(), false), x, {}, {kRows});
           for (size_t r = 0; r < kRows; ++r) {
             for (size_t o = 0; o < kOutputs; ++o) {
@@ -271,9 +255,6 @@ TEST_CASE("NaN and infinite activations affect only the outputs of their row wit
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeInt8Device(1, isa);
     for (MatrixFormat format : kFormats) {
-      if (!Computes(*device, format)) {
-        continue;
-      }
       const Matrix m = RandomMatrix(format, 40, 256, 21);
       const auto weight = device->PackMatrix(m.source(), false);
       const std::vector<float> clean = RandomVector(3 * (m.cols + kPad), 22);

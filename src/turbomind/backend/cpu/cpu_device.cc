@@ -61,7 +61,7 @@ class CpuDevice final : public Device {
 
   DeviceCapability capability() const override {
     DeviceCapability capability;
-    capability.has_k_quants = dense_.has_k_quants;
+    capability.has_k_quants = true;
     capability.has_nvfp4 = dense_.has_nvfp4;
     return capability;
   }
@@ -89,10 +89,6 @@ class CpuDevice final : public Device {
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     if (IsMxfp4(source.format) && !exact && !source.packed) {
       return std::make_unique<CpuMxfp4Matrix>(source, arena_, pool_);
-    }
-    if (IsKQuant(source.format) && !exact && !dense_.has_k_quants) {
-      throw InvalidArgument("The instruction set " + isa_ +
-                            " has no kernels for K-quants. Convert the matrix, or use exact.");
     }
     if (source.format == MatrixFormat::kNvfp4 && !exact && !dense_.has_nvfp4) {
       throw InvalidArgument("The instruction set " + isa_ +

@@ -48,9 +48,7 @@ struct MultiplyArgs {
 // FillDenseKernels sets all members. FillInt8Kernels then replaces those of linear layers by
 // kernels for activations of 8 bits.
 struct CpuDenseKernels {
-  // The kernels compute K-quants as they are.
-  bool has_k_quants = false;
-  bool has_nvfp4 = false;  // the same for NVFP4
+  bool has_nvfp4 = false;  // the kernels compute NVFP4 as it is
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
   // Returns the size of a full panel, which is the largest panel.
   int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;

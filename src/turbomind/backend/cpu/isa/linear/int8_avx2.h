@@ -21,7 +21,6 @@ namespace turbomind::TM_ISA {
 
 template <MatrixFormat F, int R>
 inline constexpr int kInt8TilesAtOnce = 1;
-inline constexpr bool kComputesInt8KQuants = true;
 
 // Bytes of a row in a step of a panel: int8, or int16 for codes of 8 bits.
 TM_HD constexpr int Int8RowBytes(MatrixFormat format) {

@@ -18,7 +18,6 @@ namespace turbomind::TM_ISA {
 
 template <MatrixFormat F, int R>
 inline constexpr int kInt8TilesAtOnce = kTilesAtOnce<R>;
-inline constexpr bool kComputesInt8KQuants = true;
 
 TM_HD constexpr int Int8RowBytes(MatrixFormat /*format*/) { return kQuantBlock; }
 

@@ -119,7 +119,6 @@ void MultiplyInt8(const MultiplyArgs& args) {
 }
 
 void FillInt8Kernels(CpuDenseKernels& kernels) {
-  kernels.has_k_quants = kComputesInt8KQuants;
   kernels.pack_panel = PackInt8Panel;
   kernels.panel_bytes = FullInt8PanelBytes;
   kernels.multiply = MultiplyInt8;

@@ -15,7 +15,6 @@ namespace turbomind::TM_ISA {
 
 template <MatrixFormat F, int R>
 inline constexpr int kInt8TilesAtOnce = 1;
-inline constexpr bool kComputesInt8KQuants = true;
 
 TM_HD constexpr int Int8RowBytes(MatrixFormat /*format*/) { return kQuantBlock; }
 
