@@ -1,6 +1,6 @@
 // The conversation: its messages, and the answer that streams from the server.
 
-import { events } from "./api.js";
+import { events, getJson } from "./api.js";
 
 const STORED = "conversation";
 
@@ -69,9 +69,9 @@ class Stopwatch {
 
 export class Conversation {
   messages = [];
-  model = "";
   tokens = 0; // of the whole conversation, as of the last complete answer
   #abort = null;
+  #model = "";
   #onChange;
   #options;
 
@@ -85,6 +85,15 @@ export class Conversation {
     } catch {
       sessionStorage.removeItem(STORED);
     }
+  }
+
+  /** Return the name of the model, for which the server is asked until it answers. */
+  async modelName() {
+    if (!this.#model) {
+      const { data } = await getJson("v1/models");
+      this.#model = data[0].id;
+    }
+    return this.#model;
   }
 
   get isGenerating() {
@@ -148,7 +157,6 @@ export class Conversation {
     const { system, ...sampling } = this.#options();
     const prompt = history.filter(isSent).map(toApi);
     const body = {
-      model: this.model,
       messages: system ? [{ role: "system", content: system }, ...prompt] : prompt,
       stream: true,
       stream_options: { include_usage: true },
@@ -159,6 +167,7 @@ export class Conversation {
     const abort = (this.#abort = new AbortController());
     this.#replace([...history, answer]);
     try {
+      body.model = await this.modelName();
       await this.#stream(answer, { body, signal: abort.signal });
     } catch (error) {
       answer.toolCalls = []; // they may be incomplete

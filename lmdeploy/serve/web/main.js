@@ -1,6 +1,6 @@
 // Starts the page and connects its parts: composer, keyboard, panels and the key dialog.
 
-import { getJson, onMissingKey, setKey } from "./api.js";
+import { onMissingKey, setKey } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { byId, grow } from "./dom.js";
 import { EngineView } from "./engine.js";
@@ -144,10 +144,9 @@ document.addEventListener("keydown", (event) => {
 onMissingKey(askForKey);
 changed();
 try {
-  const { data } = await getJson("v1/models");
-  conversation.model = data[0].id;
-  byId("model").textContent = conversation.model;
-  document.title = `${conversation.model} · lmdeploy-fp4`;
+  const model = await conversation.modelName();
+  byId("model").textContent = model;
+  document.title = `${model} · lmdeploy-fp4`;
 } catch (error) {
   byId("status").textContent = error.message;
 }

@@ -299,6 +299,21 @@ def test_reasoning_is_folded_and_tool_calls_take_results(open_tab: Any, fake: st
     ]
 
 
+def test_question_before_the_model_is_known_waits_for_its_name(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake)
+    bodies = answer_with(tab, chunk({"content": "Hi."}, "stop"))
+    held: list[Any] = []
+    tab.page.route("**/v1/models", lambda route: held.append(route))
+    tab.page.reload()
+    tab.send("hello")
+    expect(tab.page.locator(".answer")).to_have_attribute("aria-busy", "true")
+    assert bodies == []
+    for route in held:
+        route.continue_()
+    tab.wait_for_answer()
+    assert [body["model"] for body in bodies] == ["m"]
+
+
 def test_hostile_answer_shows_as_text_and_loads_nothing(open_tab: Any, fake: str) -> None:
     tab = open_tab(fake)
     answer_with(tab, chunk({"reasoning_content": HOSTILE, "content": HOSTILE}), chunk({}, "stop"))
