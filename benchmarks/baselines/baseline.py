@@ -1,4 +1,4 @@
-"""What every baseline offers to the suite of targets."""
+"""The interface of a baseline, as the suite of targets uses it."""
 
 from __future__ import annotations
 

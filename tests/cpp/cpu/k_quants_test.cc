@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -130,40 +129,11 @@ TEST_CASE("a row of a K-quant has the same bits in every panel and on every inst
 }
 
 TEST_CASE("parts of K-quants and other formats share a linear layer") {
-  constexpr int64_t kCols = 512;
-  constexpr int64_t kStride = 40 + 7 + 33 + kPad;
-  const std::vector<float> x = RandomVector(30 * (kCols + kPad), 41);
   for (const auto& device : Devices()) {
     for (MatrixFormat format : kFormats) {
-      const Matrix matrices[] = {RandomMatrix(format, 40, kCols, 1),
-                                 RandomMatrix(MatrixFormat::kQ8_0, 7, kCols, 2),
-                                 RandomMatrix(format, 33, kCols, 3)};
-      std::vector<std::unique_ptr<PackedMatrix>> weights;
-      std::vector<LinearPart> parts;
-      for (const Matrix& m : matrices) {
-        weights.push_back(device->PackMatrix(m.source(), false));
-        parts.push_back({weights.back().get(), nullptr});
-      }
-      for (int num_rows : {1, 12, 30}) {
-        std::vector<float> y(static_cast<size_t>(num_rows * kStride), kSentinel);
-        device->Linear({.x = x.data(),
-                        .x_stride = kCols + kPad,
-                        .parts = parts.data(),
-                        .num_parts = 3,
-                        .y = y.data(),
-                        .y_stride = kStride,
-                        .num_rows = num_rows});
-        int64_t first = 0;
-        for (const auto& weight : weights) {
-          const auto alone = RunLinear(*device, *weight, x, {}, {num_rows});
-          for (int64_t r = 0; r < num_rows; ++r) {
-            const auto begin = y.begin() + r * kStride + first;
-            const auto own = alone.begin() + r * (weight->rows + kPad);
-            REQUIRE(SameBits({begin, begin + weight->rows}, {own, own + weight->rows}));
-          }
-          first += weight->rows;
-        }
-      }
+      CheckPartsShareALayer(
+          *device, {RandomMatrix(format, 40, 512, 1), RandomMatrix(MatrixFormat::kQ8_0, 7, 512, 2),
+                    RandomMatrix(format, 33, 512, 3)});
     }
   }
 }
@@ -171,22 +141,7 @@ TEST_CASE("parts of K-quants and other formats share a linear layer") {
 TEST_CASE("NaN and infinite activations of a K-quant affect only the outputs of their row") {
   for (const auto& device : Devices()) {
     for (MatrixFormat format : kFormats) {
-      const Matrix m = RandomMatrix(format, 40, 256, 21);
-      const auto weight = device->PackMatrix(m.source(), false);
-      const std::vector<float> clean = RandomVector(3 * (m.cols + kPad), 22);
-      const auto want = RunLinear(*device, *weight, clean, {}, {3});
-      for (float poison :
-           {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-        std::vector<float> x = clean;
-        x[static_cast<size_t>(m.cols + kPad + 65)] = poison;
-        const auto y = RunLinear(*device, *weight, x, {}, {3});
-        const auto stride = static_cast<size_t>(m.rows + kPad);
-        for (size_t o = 0; o < static_cast<size_t>(m.rows); ++o) {
-          REQUIRE(y[o] == want[o]);
-          REQUIRE(y[2 * stride + o] == want[2 * stride + o]);
-          REQUIRE(!std::isfinite(y[stride + o]));
-        }
-      }
+      CheckPoisonStaysInItsRow(*device, RandomMatrix(format, 40, 256, 21));
     }
   }
 }

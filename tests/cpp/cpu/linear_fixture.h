@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -354,6 +356,61 @@ inline void CheckAgainstDouble(const Matrix& m, const std::vector<float>& x,
     }
     for (int64_t o = m.rows; o < m.rows + kPad; ++o) {
       REQUIRE(y[static_cast<size_t>(r * (m.rows + kPad) + o)] == kSentinel);
+    }
+  }
+}
+
+// Checks that NaN and infinite activations make all outputs of their row non-finite, and no others.
+// The matrix must have more than 33 columns.
+inline void CheckPoisonStaysInItsRow(Device& device, const Matrix& m) {
+  const auto weight = device.PackMatrix(m.source(), false);
+  const std::vector<float> clean = RandomVector(3 * (m.cols + kPad), 22);
+  const auto want = RunLinear(device, *weight, clean, {}, {3});
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (float poison : {std::numeric_limits<float>::quiet_NaN(), kInf, -kInf}) {
+    std::vector<float> x = clean;
+    x[static_cast<size_t>(m.cols + kPad + 33)] = poison;
+    const auto y = RunLinear(device, *weight, x, {}, {3});
+    const auto stride = static_cast<size_t>(m.rows + kPad);
+    for (size_t o = 0; o < static_cast<size_t>(m.rows); ++o) {
+      REQUIRE(y[o] == want[o]);
+      REQUIRE(y[2 * stride + o] == want[2 * stride + o]);
+      REQUIRE(!std::isfinite(y[stride + o]));
+    }
+  }
+}
+
+// Checks that matrices with the same number of columns give the bits in one layer that each gives
+// alone.
+inline void CheckPartsShareALayer(Device& device, const std::vector<Matrix>& matrices) {
+  const int64_t cols = matrices[0].cols;
+  const std::vector<float> x = RandomVector(30 * (cols + kPad), 41);
+  std::vector<std::unique_ptr<PackedMatrix>> weights;
+  std::vector<LinearPart> parts;
+  int64_t stride = kPad;
+  for (const Matrix& m : matrices) {
+    weights.push_back(device.PackMatrix(m.source(), false));
+    parts.push_back({weights.back().get(), nullptr});
+    stride += m.rows;
+  }
+  for (int num_rows : {1, 12, 30}) {
+    std::vector<float> y(static_cast<size_t>(num_rows * stride), kSentinel);
+    device.Linear({.x = x.data(),
+                   .x_stride = cols + kPad,
+                   .parts = parts.data(),
+                   .num_parts = static_cast<int>(parts.size()),
+                   .y = y.data(),
+                   .y_stride = stride,
+                   .num_rows = num_rows});
+    int64_t first = 0;
+    for (const auto& weight : weights) {
+      const auto alone = RunLinear(device, *weight, x, {}, {num_rows});
+      for (int64_t r = 0; r < num_rows; ++r) {
+        const auto begin = y.begin() + r * stride + first;
+        const auto own = alone.begin() + r * (weight->rows + kPad);
+        REQUIRE(SameBits({begin, begin + weight->rows}, {own, own + weight->rows}));
+      }
+      first += weight->rows;
     }
   }
 }

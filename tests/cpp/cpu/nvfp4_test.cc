@@ -125,61 +125,18 @@ TEST_CASE("NVFP4 keeps its 16-bit activations on a device with activations of 8 
 }
 
 TEST_CASE("parts with other factors and formats share a linear layer with NVFP4") {
-  constexpr int64_t kCols = 256;
-  constexpr int64_t kStride = 40 + 7 + 33 + kPad;
-  const std::vector<float> x = RandomVector(30 * (kCols + kPad), 41);
   for (const auto& device : Devices()) {
-    Matrix matrices[] = {RandomMatrix(kFormat, 40, kCols, 1),
-                         RandomMatrix(MatrixFormat::kQ6_K, 7, kCols, 2),
-                         RandomMatrix(kFormat, 33, kCols, 3)};
+    std::vector<Matrix> matrices = {RandomMatrix(kFormat, 40, 256, 1),
+                                    RandomMatrix(MatrixFormat::kQ6_K, 7, 256, 2),
+                                    RandomMatrix(kFormat, 33, 256, 3)};
     matrices[2].factor = 0x1p3f;
-    std::vector<std::unique_ptr<PackedMatrix>> weights;
-    std::vector<LinearPart> parts;
-    for (const Matrix& m : matrices) {
-      weights.push_back(device->PackMatrix(m.source(), false));
-      parts.push_back({weights.back().get(), nullptr});
-    }
-    for (int num_rows : {1, 12, 30}) {
-      std::vector<float> y(static_cast<size_t>(num_rows * kStride), kSentinel);
-      device->Linear({.x = x.data(),
-                      .x_stride = kCols + kPad,
-                      .parts = parts.data(),
-                      .num_parts = 3,
-                      .y = y.data(),
-                      .y_stride = kStride,
-                      .num_rows = num_rows});
-      int64_t first = 0;
-      for (const auto& weight : weights) {
-        const auto alone = RunLinear(*device, *weight, x, {}, {num_rows});
-        for (int64_t r = 0; r < num_rows; ++r) {
-          const auto begin = y.begin() + r * kStride + first;
-          const auto own = alone.begin() + r * (weight->rows + kPad);
-          REQUIRE(SameBits({begin, begin + weight->rows}, {own, own + weight->rows}));
-        }
-        first += weight->rows;
-      }
-    }
+    CheckPartsShareALayer(*device, matrices);
   }
 }
 
 TEST_CASE("NaN and infinite activations of NVFP4 affect only the outputs of their row") {
-  const Matrix m = RandomMatrix(kFormat, 40, 128, 21);
   for (const auto& device : Devices()) {
-    const auto weight = device->PackMatrix(m.source(), false);
-    const std::vector<float> clean = RandomVector(3 * (m.cols + kPad), 22);
-    const auto want = RunLinear(*device, *weight, clean, {}, {3});
-    for (float poison :
-         {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-      std::vector<float> x = clean;
-      x[static_cast<size_t>(m.cols + kPad + 65)] = poison;
-      const auto y = RunLinear(*device, *weight, x, {}, {3});
-      const auto stride = static_cast<size_t>(m.rows + kPad);
-      for (size_t o = 0; o < static_cast<size_t>(m.rows); ++o) {
-        REQUIRE(y[o] == want[o]);
-        REQUIRE(y[2 * stride + o] == want[2 * stride + o]);
-        REQUIRE(!std::isfinite(y[stride + o]));
-      }
-    }
+    CheckPoisonStaysInItsRow(*device, RandomMatrix(kFormat, 40, 128, 21));
   }
 }
 
