@@ -71,54 +71,27 @@ TM_HD void DotInt8Half(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   DotInt8Group<F, R, kHalf, 3>(w, a, sum);
 }
 
-// Adds 32 columns of kQ6_K for all rows. `w` are their codes.
-template <int R>
-TM_HD void AddInt8Q6Step(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
-  constexpr MatrixFormat F = MatrixFormat::kQ6_K;
-  const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
-  const uint8_t* offsets = scales + R * 4;      // int32[2][R]
-  __m512i sum[R];
-  __m512 first[R];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    sum[r] = Broadcast32(offsets + 4 * r);
-  }
-  DotInt8Half<F, R, 0>(w, a, sum);
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    first[r] = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), own.scale);
-    sum[r] = Broadcast32(offsets + 4 * (R + r));
-  }
-  DotInt8Half<F, R, 1>(w, a, sum);
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    const __m512 both =
-        _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), own.second, first[r]);
-    acc[r] = _mm512_fmadd_ps(both, BroadcastFloat(scales + 4 * r), acc[r]);
-  }
-}
-
-// Adds 32 columns of kQ4_K or kQ5_K for all rows. `w` are their codes.
+// Adds 32 columns of a K-quant for all rows. `w` are their codes.
 template <MatrixFormat F, int R>
 TM_HD void AddInt8KStep(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
-  const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
-  const uint8_t* offsets = scales + R * 4;      // float d*sum[R]
-  __m512i sum[R];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    sum[r] = _mm512_setzero_si512();
-  }
-  if constexpr (F == MatrixFormat::kQ4_K) {
-    DotBlock<F, R, kQuantBlock>(w, a, sum);
+  if constexpr (F == MatrixFormat::kQ6_K) {
+    AddQ6StepWith<R, kQuantBlock>(
+        own, a, acc, [&]<int kHalf>(__m512i(&sum)[R]) __attribute__((always_inline)) {
+          DotInt8Half<F, R, kHalf>(w, a, sum);
+        });
   } else {
-    DotInt8Half<F, R, 0>(w, a, sum);
-    DotInt8Half<F, R, 1>(w, a, sum);
-  }
+    __m512i sum[R];
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
-                             _mm512_mul_ps(own.scale, BroadcastFloat(scales + 4 * r)), acc[r]);
-    acc[r] = _mm512_fnmadd_ps(own.second, BroadcastFloat(offsets + 4 * r), acc[r]);
+    for (int r = 0; r < R; ++r) {
+      sum[r] = _mm512_setzero_si512();
+    }
+    if constexpr (F == MatrixFormat::kQ4_K) {
+      DotBlock<F, R, kQuantBlock>(w, a, sum);
+    } else {
+      DotInt8Half<F, R, 0>(w, a, sum);
+      DotInt8Half<F, R, 1>(w, a, sum);
+    }
+    AddKSums<R, kQuantBlock>(sum, own, a, acc);
   }
 }
 
@@ -127,13 +100,7 @@ void MultiplyInt8Tiles(const TileRun& run) {
   if constexpr (IsKQuant(F)) {
     MultiplyKTilesWith<F, R, T, Int8PanelStepBytes(F, R, kQuantBlock)>(
         run, [](const uint8_t* w, const KScales& own, const uint8_t* a, __m512(&acc)[R])
-                 __attribute__((always_inline)) {
-                   if constexpr (F == MatrixFormat::kQ6_K) {
-                     AddInt8Q6Step<R>(w, own, a, acc);
-                   } else {
-                     AddInt8KStep<F, R>(w, own, a, acc);
-                   }
-                 });
+                 __attribute__((always_inline)) { AddInt8KStep<F, R>(w, own, a, acc); });
   } else {
     MultiplyTilesWith<F, R, T, Int8PanelStepBytes(F, R, kQuantBlock)>(
         run, [](const uint8_t* w, const uint8_t* a, __m512(&acc)[R])

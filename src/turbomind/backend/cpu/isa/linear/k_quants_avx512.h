@@ -132,25 +132,25 @@ TM_HD void DotHalf(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   DotGroup<F, R, kHalf, 3>(w, a, sum);
 }
 
-// Adds 32 columns of kQ6_K for all rows.
-template <int R>
-TM_HD void AddQ6Step(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
-  constexpr MatrixFormat F = MatrixFormat::kQ6_K;
-  const uint8_t* scales = a + R * kQuantRowBytes;  // float d[R]
-  const uint8_t* offsets = scales + R * 4;         // int32[2][R]
+// Adds 32 columns of kQ6_K for all rows, whose codes take kRowBytes in a step of the panel.
+// dot.template operator()<kHalf>(sum) adds the products of 16 columns.
+template <int R, int kRowBytes, class DotFn>
+TM_HD void AddQ6StepWith(const KScales& own, const uint8_t* a, __m512 (&acc)[R], const DotFn& dot) {
+  const uint8_t* scales = a + R * kRowBytes;  // float d[R]
+  const uint8_t* offsets = scales + R * 4;    // int32[2][R]
   __m512i sum[R];
   __m512 first[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     sum[r] = Broadcast32(offsets + 4 * r);
   }
-  DotHalf<F, R, 0>(w, a, sum);
+  dot.template operator()<0>(sum);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     first[r] = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), own.scale);
     sum[r] = Broadcast32(offsets + 4 * (R + r));
   }
-  DotHalf<F, R, 1>(w, a, sum);
+  dot.template operator()<1>(sum);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     const __m512 both =
@@ -159,35 +159,46 @@ TM_HD void AddQ6Step(const uint8_t* w, const KScales& own, const uint8_t* a, __m
   }
 }
 
-// Adds 32 columns for all rows. `w` are their codes.
-template <MatrixFormat F, int R>
-TM_HD void AddKStep(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
-  if constexpr (F == MatrixFormat::kQ6_K) {
-    return AddQ6Step<R>(w, own, a, acc);
-  }
-  const uint8_t* scales = a + R * kQuantRowBytes;  // float d[R]
-  const uint8_t* offsets = scales + R * 4;         // float d*sum[R]
-  __m512i sum[R];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    sum[r] = _mm512_setzero_si512();
-  }
-  if constexpr (F == MatrixFormat::kQ4_K) {
-    DotBlock<F, R>(w, a, sum);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      sum[r] = _mm512_slli_epi32(sum[r], 8);
-    }
-    DotBlock<F, R>(w, a + kQuantBlock, sum);
-  } else {
-    DotHalf<F, R, 0>(w, a, sum);
-    DotHalf<F, R, 1>(w, a, sum);
-  }
+// Scales and adds the sums of 32 columns of kQ4_K or kQ5_K for all rows.
+template <int R, int kRowBytes>
+TM_HD void AddKSums(const __m512i (&sum)[R], const KScales& own, const uint8_t* a,
+                    __m512 (&acc)[R]) {
+  const uint8_t* scales = a + R * kRowBytes;  // float d[R]
+  const uint8_t* offsets = scales + R * 4;    // float d*sum[R]
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
                              _mm512_mul_ps(own.scale, BroadcastFloat(scales + 4 * r)), acc[r]);
     acc[r] = _mm512_fnmadd_ps(own.second, BroadcastFloat(offsets + 4 * r), acc[r]);
+  }
+}
+
+// Adds 32 columns for all rows. `w` are their codes.
+template <MatrixFormat F, int R>
+TM_HD void AddKStep(const uint8_t* w, const KScales& own, const uint8_t* a, __m512 (&acc)[R]) {
+  if constexpr (F == MatrixFormat::kQ6_K) {
+    AddQ6StepWith<R, kQuantRowBytes>(
+        own, a, acc, [&]<int kHalf>(__m512i(&sum)[R]) __attribute__((always_inline)) {
+          DotHalf<F, R, kHalf>(w, a, sum);
+        });
+  } else {
+    __m512i sum[R];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      sum[r] = _mm512_setzero_si512();
+    }
+    if constexpr (F == MatrixFormat::kQ4_K) {
+      DotBlock<F, R>(w, a, sum);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        sum[r] = _mm512_slli_epi32(sum[r], 8);
+      }
+      DotBlock<F, R>(w, a + kQuantBlock, sum);
+    } else {
+      DotHalf<F, R, 0>(w, a, sum);
+      DotHalf<F, R, 1>(w, a, sum);
+    }
+    AddKSums<R, kQuantRowBytes>(sum, own, a, acc);
   }
 }
 
