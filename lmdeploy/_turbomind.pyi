@@ -402,11 +402,17 @@ packed_layout_id: int  # of the tiles that `packed` returns
 def packed_bytes(format: str, rows: int, cols: int) -> int:
     """Return the bytes of the tiles of one matrix; 0 for MXFP4."""
 
-def make_device(name: str, num_threads: int, *, int8_activations: bool = False) -> Device:
+def make_device(
+    name: str, num_threads: int, *, int8_activations: bool = False, deterministic: bool = True
+) -> Device:
     """Make a device that needs no other option, by its name in `--device`."""
 
 def make_cpu_device(
-    num_threads: int, isa: str = "", *, int8_activations: bool = False
+    num_threads: int,
+    isa: str = "",
+    *,
+    int8_activations: bool = False,
+    deterministic: bool = True,
 ) -> Device: ...
 def available_cpu_isas() -> list[str]: ...
 

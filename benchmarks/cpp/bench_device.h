@@ -37,7 +37,8 @@ struct DeviceChoice {
 
   // Throws InvalidArgument if there is no such device.
   std::shared_ptr<Device> Make() const {
-    return uses_gpu() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads, "", int8);
+    return uses_gpu() ? MakeCudaDevice(gpu, {})
+                      : MakeCpuDevice(threads, "", {.int8_activations = int8});
   }
 
   void Print(const Device& device) const {

@@ -84,5 +84,8 @@ def open_device(config: TurbomindEngineConfig) -> Device:
             logger.log(level, "%s", error)
     name = "cpu" if config.device_type == "auto" else config.device_type
     return _turbomind.make_device(
-        name, config.num_threads or usable_cores(), int8_activations=config.int8_activations
+        name,
+        config.num_threads or usable_cores(),
+        int8_activations=config.int8_activations,
+        deterministic=config.deterministic,
     )

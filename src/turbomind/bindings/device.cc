@@ -22,17 +22,18 @@ namespace {
 // needs more options, so make_cuda_device makes it.
 struct DeviceType {
   const char* name;
-  std::unique_ptr<Device> (*make)(int num_threads, bool int8_activations);
+  std::unique_ptr<Device> (*make)(int num_threads, const CpuOptions& options);
 };
 constexpr DeviceType kDeviceTypes[] = {
-    {"cpu", [](int num_threads, bool int8) { return MakeCpuDevice(num_threads, "", int8); }},
+    {"cpu", [](int num_threads,
+               const CpuOptions& options) { return MakeCpuDevice(num_threads, "", options); }},
 };
 
 std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads,
-                                   bool int8_activations) {
+                                   const CpuOptions& options) {
   for (const DeviceType& type : kDeviceTypes) {
     if (name == type.name) {
-      return type.make(num_threads, int8_activations);
+      return type.make(num_threads, options);
     }
   }
   throw InvalidArgument("device_type is \"" + name.substr(0, 64) +
@@ -62,13 +63,19 @@ void DefDevices(py::module_& m) {
       .def_property_readonly("capability", &Device::capability);
   m.def(
       "make_cpu_device",
-      [](int num_threads, const std::string& isa, bool int8_activations) {
-        return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa, int8_activations));
+      [](int num_threads, const std::string& isa, bool int8_activations, bool deterministic) {
+        return std::shared_ptr<Device>(
+            MakeCpuDevice(num_threads, isa, {int8_activations, deterministic}));
       },
       py::arg("num_threads"), py::arg("isa") = "", py::kw_only(),
-      py::arg("int8_activations") = false);
-  m.def("make_device", &MakeDevice, py::arg("name"), py::arg("num_threads"), py::kw_only(),
-        py::arg("int8_activations") = false);
+      py::arg("int8_activations") = false, py::arg("deterministic") = true);
+  m.def(
+      "make_device",
+      [](const std::string& name, int num_threads, bool int8_activations, bool deterministic) {
+        return MakeDevice(name, num_threads, {int8_activations, deterministic});
+      },
+      py::arg("name"), py::arg("num_threads"), py::kw_only(), py::arg("int8_activations") = false,
+      py::arg("deterministic") = true);
   m.def("available_cpu_isas", &AvailableCpuIsas);
 
   py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")

@@ -23,7 +23,7 @@ constexpr MatrixFormat kOthers[] = {MatrixFormat::kF32, MatrixFormat::kBF16, Mat
                                     MatrixFormat::kMxfp4Split};
 
 std::unique_ptr<Device> MakeInt8Device(int threads, const std::string& isa) {
-  return MakeCpuDevice(threads, isa, /*int8_activations=*/true);
+  return MakeCpuDevice(threads, isa, {.int8_activations = true});
 }
 
 // Returns the activations as the kernels round them: codes of at most 127 times a scale, for each

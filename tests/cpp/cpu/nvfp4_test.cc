@@ -118,7 +118,8 @@ TEST_CASE("NVFP4 keeps its 16-bit activations on a device with activations of 8 
   for (const auto& device : Devices()) {
     const auto want = RunLinear(*device, *device->PackMatrix(m.source(), false), x, {}, {13});
     const std::string name = device->name();  // cpu (ISA, 2 threads)
-    const auto other = MakeCpuDevice(2, name.substr(5, name.find(',') - 5), true);
+    const auto other =
+        MakeCpuDevice(2, name.substr(5, name.find(',') - 5), {.int8_activations = true});
     REQUIRE(other->capability().has_nvfp4);
     REQUIRE(SameBits(RunLinear(*other, *other->PackMatrix(m.source(), false), x, {}, {13}), want));
   }

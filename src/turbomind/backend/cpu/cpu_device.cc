@@ -46,8 +46,8 @@ std::string ResolveIsa(std::string_view wanted) {
 
 class CpuDevice final : public Device {
  public:
-  CpuDevice(int num_threads, std::string isa, bool int8_activations)
-      : pool_(num_threads), isa_(std::move(isa)), int8_activations_(int8_activations) {
+  CpuDevice(int num_threads, std::string isa, const CpuOptions& options)
+      : pool_(num_threads), isa_(std::move(isa)), options_(options) {
     if (isa_ == "amx") {
       FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
     } else if (isa_ == "avx512") {
@@ -70,7 +70,7 @@ class CpuDevice final : public Device {
     const int threads = pool_.num_threads();
     return "cpu (" + isa_ + ", " + std::to_string(threads) +
            (threads == 1 ? " thread" : " threads") +
-           (int8_activations_ ? ", int8 activations)" : ")");
+           (options_.int8_activations ? ", int8 activations)" : ")");
   }
 
   void* Reserve(size_t num_bytes) override { return ReservePages(num_bytes); }
@@ -134,7 +134,7 @@ class CpuDevice final : public Device {
   void FillWith(void (*dense)(CpuDenseKernels&), void (*int8)(CpuDenseKernels&),
                 void (*kv)(CpuKvKernels&)) {
     dense(dense_);
-    if (int8_activations_) {
+    if (options_.int8_activations) {
       int8(dense_);
     }
     kv(kv_);
@@ -142,7 +142,7 @@ class CpuDevice final : public Device {
 
   ThreadPool pool_;
   std::string isa_;
-  bool int8_activations_;
+  CpuOptions options_;
   CpuDenseKernels dense_;
   CpuKvKernels kv_;
   MatrixArena arena_;
@@ -153,12 +153,12 @@ class CpuDevice final : public Device {
 }  // namespace
 
 std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa,
-                                      bool int8_activations) {
+                                      const CpuOptions& options) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
     throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
                           ". It must be from 1 to " + std::to_string(kMaxThreads));
   }
-  return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa), int8_activations);
+  return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa), options);
 }
 
 }  // namespace turbomind

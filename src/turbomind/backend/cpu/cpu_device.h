@@ -8,11 +8,18 @@
 
 namespace turbomind {
 
+struct CpuOptions {
+  // Round the activations of quantized matrices to 8 bits (dense_kernels.h).
+  bool int8_activations = false;
+  // Give a row the same bits in every batch and with every instruction set. If false, AMX may
+  // compute many rows at once in BF16.
+  bool deterministic = true;
+};
+
 // Creates a CPU device with its own thread pool. `isa` is one of AvailableCpuIsas(). If it is
 // empty, the environment variable LMDEPLOY_CPU_ISA selects the instruction set; without it, the
-// fastest is used. `int8_activations` rounds the activations of quantized matrices to 8 bits
-// (dense_kernels.h). Throws InvalidArgument with the available choices.
+// fastest is used. Throws InvalidArgument with the available choices.
 std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa = "",
-                                      bool int8_activations = false);
+                                      const CpuOptions& options = {});
 
 }  // namespace turbomind
