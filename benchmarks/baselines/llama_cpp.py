@@ -16,9 +16,8 @@ from our_engine import Cell
 from baselines.settings import SETTINGS, Setting
 
 BATCH_TOKENS = 2048
-MICRO_BATCH_TOKENS = 512
 # ggml_type; llama-cpp-python does not name all of them.
-KV_TYPES = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q4_0": 2, "iq4_nl": 20, "mxfp4": 39}
+KV_TYPES = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q5_1": 7, "q4_0": 2}
 # Symbols in libggml-cpu.so that show which kernels were compiled. The flags that llama.cpp reports
 # are not enough: a build may report AMX_INT8 = 1 and lack the AMX matrix product.
 KERNEL_SYMBOLS = {
@@ -146,7 +145,7 @@ class LlamaCpp:
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = (cell.context + cell.steps + 8) * cell.batch
         parameters.n_seq_max, parameters.kv_unified = cell.batch, False
-        parameters.n_batch, parameters.n_ubatch = BATCH_TOKENS, MICRO_BATCH_TOKENS
+        parameters.n_batch, parameters.n_ubatch = BATCH_TOKENS, setting.micro_batch
         parameters.n_threads = parameters.n_threads_batch = self._threads
         parameters.type_k, parameters.type_v = KV_TYPES[setting.k], KV_TYPES[setting.v]
         parameters.flash_attn_type = int(setting.flash_attention)
