@@ -27,27 +27,14 @@ TM_HD void ArrangeInt8Row(MatrixFormat /*format*/, uint8_t* /*row*/) {}
 // Adds one step of a tile for all rows.
 template <MatrixFormat F, int R>
 TM_HD void AddInt8Step(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
-  const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
-  const uint8_t* offsets = scales + R * 4;
+  const uint8_t* offsets = a + R * (kQuantBlock + 4);  // int32[R] unless F has minima
   __m512i sum[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     sum[r] = HasMinimum(F) ? _mm512_setzero_si512() : Broadcast32(offsets + 4 * r);
   }
   DotBlock<F, R, kQuantBlock>(w + TileMetaBytes(F), a, sum);
-  const __m512 d = LoadHalf16(w);
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
-                             _mm512_mul_ps(d, BroadcastFloat(scales + 4 * r)), acc[r]);
-  }
-  if constexpr (HasMinimum(F)) {
-    const __m512 m = LoadHalf16(w + 32);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      acc[r] = _mm512_fmadd_ps(m, BroadcastFloat(offsets + 4 * r), acc[r]);
-    }
-  }
+  AddSums<F, R, kQuantBlock>(sum, w, a, acc);
 }
 
 // Adds the products of 4 columns of kQ5_K or kQ6_K for all rows.

@@ -27,11 +27,6 @@ TM_HD int32_t SumOfHalf(const int8_t* codes) {
   return sum;
 }
 
-TM_HD void StoreOffset(MatrixFormat format, int32_t sum, uint8_t* to) {
-  const int32_t offset = -ZeroPoint(format) * sum;
-  __builtin_memcpy(to, &offset, sizeof(offset));
-}
-
 void PackQuantPanel(const PackPanelArgs& a) {
   const int rows = a.num_rows;
   const int row_bytes = Int8RowBytes(a.format);

@@ -47,11 +47,6 @@ TM_HD int32_t SumOfHalf(const uint8_t* row) {
   return sum;
 }
 
-TM_HD void StoreOffset(MatrixFormat format, int32_t sum, uint8_t* to) {
-  const int32_t offset = -ZeroPoint(format) * sum;
-  __builtin_memcpy(to, &offset, sizeof(offset));
-}
-
 void PackQuantPanel(const PackPanelArgs& a) {
   const int rows = a.num_rows;
   const int64_t steps = NumSteps(a.format, a.cols);

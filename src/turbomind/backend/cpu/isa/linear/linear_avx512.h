@@ -69,10 +69,30 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   }
 }
 
+// Scales and adds the sums of a step for all rows. `w` is the step of the tile, `a` that of the
+// panel, whose rows take kRow bytes.
+template <MatrixFormat F, int R, int kRow>
+TM_HD void AddSums(const __m512i (&sum)[R], const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
+  const uint8_t* scales = a + R * kRow;     // float d[R]
+  const uint8_t* offsets = scales + R * 4;  // float d*sum[R]
+  const __m512 d = LoadHalf16(w);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
+                             _mm512_mul_ps(d, BroadcastFloat(scales + 4 * r)), acc[r]);
+  }
+  if constexpr (HasMinimum(F)) {
+    const __m512 m = LoadHalf16(w + 32);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      acc[r] = _mm512_fmadd_ps(m, BroadcastFloat(offsets + 4 * r), acc[r]);
+    }
+  }
+}
+
 template <MatrixFormat F, int R>
 TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
-  const uint8_t* scales = a + R * kQuantRowBytes;  // float d[R]
-  const uint8_t* offsets = scales + R * 4;
+  const uint8_t* offsets = a + R * (kQuantRowBytes + 4);  // int32[R] unless F has minima
   __m512i sum[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
@@ -82,24 +102,12 @@ TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     sum[r] = _mm512_slli_epi32(sum[r], 8);
-    if constexpr (F != MatrixFormat::kQ4_1) {
+    if constexpr (!HasMinimum(F)) {
       sum[r] = _mm512_add_epi32(sum[r], Broadcast32(offsets + 4 * r));
     }
   }
   DotBlock<F, R>(w + TileMetaBytes(F), a + kQuantBlock, sum);
-  const __m512 d = LoadHalf16(w);
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
-                             _mm512_mul_ps(d, BroadcastFloat(scales + 4 * r)), acc[r]);
-  }
-  if constexpr (F == MatrixFormat::kQ4_1) {
-    const __m512 m = LoadHalf16(w + 32);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      acc[r] = _mm512_fmadd_ps(m, BroadcastFloat(offsets + 4 * r), acc[r]);
-    }
-  }
+  AddSums<F, R, kQuantRowBytes>(sum, w, a, acc);
 }
 
 template <MatrixFormat F, int R>

@@ -18,6 +18,12 @@ inline constexpr float kMinAmax = 1e-33f;
 
 TM_HD void StoreFloat(float x, uint8_t* to) { __builtin_memcpy(to, &x, sizeof(x)); }
 
+// Stores what a zero point adds to the products of codes with this sum.
+TM_HD void StoreOffset(MatrixFormat format, int32_t sum, uint8_t* to) {
+  const int32_t offset = -ZeroPoint(format) * sum;
+  __builtin_memcpy(to, &offset, sizeof(offset));
+}
+
 // The largest magnitude of a block of 32.
 struct BlockRange {
   float amax = 0.f;
