@@ -148,41 +148,12 @@ TEST_CASE("a row of 8-bit activations has the same bits alone and in several row
 }
 
 TEST_CASE("rows of 8-bit activations grouped by weight have the same bits as alone") {
-  constexpr int kRows = 40;
-  const std::vector<int32_t> offsets = {0, 1, 14, 40};
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeInt8Device(2, isa);
     for (MatrixFormat format : kFormats) {
-      const std::vector<float> x = RandomVector(kRows * (256 + kPad), 61);
-      std::vector<int32_t> x_rows(kRows);
-      for (int32_t row = 0; row < kRows; ++row) {
-        x_rows[static_cast<size_t>(row)] = row * 37 % kRows;
-      }
-      std::vector<std::unique_ptr<PackedMatrix>> weights;
-      std::vector<LinearPart> experts;
-      std::vector<float> y(kRows * (50 + kPad), kSentinel);
-      std::vector<float> want = y;
-      for (uint32_t i = 0; i < 3; ++i) {
-        weights.push_back(device->PackMatrix(RandomMatrix(format, 50, 256, i).source(), false));
-        experts.push_back({weights.back().get(), nullptr});
-        const auto alone = RunLinear(*device, *weights.back(), x, {}, {kRows});
-        for (int r = offsets[i]; r < offsets[i + 1]; ++r) {
-          std::copy_n(alone.begin() + x_rows[static_cast<size_t>(r)] * (50 + kPad), 50,
-                      want.begin() + r * (50 + kPad));
-        }
-      }
-      device->GroupedLinear({.x = x.data(),
-                             .x_stride = 256 + kPad,
-                             .x_rows = x_rows.data(),
-                             .y = y.data(),
-                             .y_stride = 50 + kPad,
-                             .experts = experts.data(),
-                             .num_experts = 3,
-                             .offsets = offsets.data(),
-                             .num_rows = kRows});
       CAPTURE(isa);
       CAPTURE(static_cast<int>(format));
-      CHECK(SameBits(y, want));
+      CheckGroupedRows(*device, format);
     }
   }
 }
