@@ -52,6 +52,9 @@ class CpuDevice final : public Device {
       FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
     } else if (isa_ == "avx512") {
       FillWith(avx512::FillDenseKernels, avx512::FillInt8Kernels, avx512::FillKvKernels);
+      if (!options_.deterministic && !options_.int8_activations) {
+        avx512::FillPackedKernels(dense_);
+      }
     } else if (isa_ == "avx2") {
       FillWith(avx2::FillDenseKernels, avx2::FillInt8Kernels, avx2::FillKvKernels);
     } else {

@@ -12,7 +12,8 @@ struct CpuOptions {
   // Round the activations of quantized matrices to 8 bits (dense_kernels.h).
   bool int8_activations = false;
   // Give a row the same bits in every batch and with every instruction set. If false, AMX may
-  // compute many rows at once in BF16.
+  // compute many rows at once in BF16, and AVX-512 rounds activations to 12 bits for kQ4_0, kQ4_1
+  // and kQ4_K.
   bool deterministic = true;
 };
 

@@ -40,6 +40,10 @@
 //              isa/linear/arrange_shorts.h)
 //   quantized, activations of 8 bits: int8[R][32] (with AVX2 and kQ8_0 int16[R][32]), then the same
 //              scales, sums and minima. An activation is its code times d
+//   quantized, activations of 12 bits (isa/linear/packed_activations.h): int8[R][32 + 16], the
+//              coarse codes of the columns and the residuals of 16 pairs of columns, then the same
+//              scales, sums and minima. An activation of column k < 16 is (256 * coarse + residual)
+//              * d, that of column 16 + k is (256 * coarse + 16 * residual) * d
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
 //              byte j: the factor of the low nibble of the stored byte j, then of the high one),
 //              float d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns
@@ -58,7 +62,8 @@ namespace turbomind {
 inline constexpr int kPackedLayoutId = 1;
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // one row in a step of a panel
+inline constexpr int kQuantRowBytes = 2 * kQuantBlock;       // one row in a step of a panel
+inline constexpr int kPackedRowBytes = 3 * kQuantBlock / 2;  // the same for activations of 12 bits
 inline constexpr int kMxStepBlocks = 4;  // MXFP4 blocks whose codes fill one 512-bit register
 inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes, one nibble each
 inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // one row in a step of a panel
@@ -181,6 +186,15 @@ TM_HD constexpr bool HasInt8Panels(MatrixFormat format) {
 TM_HD constexpr int Int8PanelStepBytes(MatrixFormat format, int rows, int row_bytes) {
   return rows * (row_bytes + (format == MatrixFormat::kQ6_K ? 12 : 8));
 }
+
+// Returns whether there are kernels for activations of 12 bits. A byte of a tile must hold the
+// codes of two columns.
+TM_HD constexpr bool HasPackedPanels(MatrixFormat format) {
+  return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
+         format == MatrixFormat::kQ4_K;
+}
+
+TM_HD constexpr int PackedPanelStepBytes(int rows) { return rows * (kPackedRowBytes + 8); }
 
 static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
 static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));
