@@ -52,8 +52,8 @@ class CpuDevice final : public Device {
       FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
     } else if (isa_ == "avx512") {
       FillWith(avx512::FillDenseKernels, avx512::FillInt8Kernels, avx512::FillKvKernels);
-      if (!options_.deterministic && !options_.int8_activations) {
-        avx512::FillPackedKernels(dense_);
+      if (is_free()) {
+        avx512::FillInt12Kernels(dense_);
       }
     } else if (isa_ == "avx2") {
       FillWith(avx2::FillDenseKernels, avx2::FillInt8Kernels, avx2::FillKvKernels);
@@ -72,8 +72,7 @@ class CpuDevice final : public Device {
   std::string name() const override {
     const int threads = pool_.num_threads();
     return "cpu (" + isa_ + ", " + std::to_string(threads) +
-           (threads == 1 ? " thread" : " threads") +
-           (options_.int8_activations ? ", int8 activations)" : ")");
+           (threads == 1 ? " thread" : " threads") + activations() + ")";
   }
 
   void* Reserve(size_t num_bytes) override { return ReservePages(num_bytes); }
@@ -134,6 +133,17 @@ class CpuDevice final : public Device {
   }
 
  private:
+  // Returns whether the fastest arithmetic of the instruction set may be used.
+  bool is_free() const { return !options_.deterministic && !options_.int8_activations; }
+
+  // Returns the part of the name about activations that do not have 16 bits.
+  const char* activations() const {
+    if (options_.int8_activations) {
+      return ", int8 activations";
+    }
+    return is_free() && isa_ == "avx512" ? ", 12-bit activations" : "";
+  }
+
   void FillWith(void (*dense)(CpuDenseKernels&), void (*int8)(CpuDenseKernels&),
                 void (*kv)(CpuKvKernels&)) {
     dense(dense_);

@@ -14,7 +14,7 @@ namespace turbomind {
 // F32 weights keep the activations as they are; BF16 weights round them to BF16. Quantized weights
 // round them to 16 bits with an FP32 scale per block of 32, stored as two int8 halves. The kernels
 // of FillInt8Kernels round them to 8 bits instead, except for MXFP4. That adds a KL divergence of
-// 3e-3 to 4e-3 to SmolLM2; 16 bits add less than 1e-6. Those of FillPackedKernels round them to 12
+// 3e-3 to 4e-3 to SmolLM2; 16 bits add less than 1e-6. Those of FillInt12Kernels round them to 12
 // bits for kQ4_0, kQ4_1 and kQ4_K. A block that contains NaN or an infinity gets the scale NaN.
 struct PackPanelArgs {
   MatrixFormat format = MatrixFormat::kF32;
@@ -46,7 +46,7 @@ struct MultiplyArgs {
 };
 
 // FillDenseKernels sets all members. FillInt8Kernels then replaces those of linear layers by
-// kernels for activations of 8 bits, FillPackedKernels by those for 12 bits.
+// kernels for activations of 8 bits, FillInt12Kernels by those for 12 bits.
 struct CpuDenseKernels {
   bool has_nvfp4 = false;  // the kernels compute NVFP4 as it is
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
@@ -77,7 +77,7 @@ void FillInt8Kernels(CpuDenseKernels& kernels);
 namespace avx512 {
 void FillDenseKernels(CpuDenseKernels& kernels);
 void FillInt8Kernels(CpuDenseKernels& kernels);
-void FillPackedKernels(CpuDenseKernels& kernels);
+void FillInt12Kernels(CpuDenseKernels& kernels);
 }  // namespace avx512
 namespace amx {
 void FillDenseKernels(CpuDenseKernels& kernels);

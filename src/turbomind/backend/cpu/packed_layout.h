@@ -62,8 +62,8 @@ namespace turbomind {
 inline constexpr int kPackedLayoutId = 1;
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kQuantRowBytes = 2 * kQuantBlock;       // one row in a step of a panel
-inline constexpr int kPackedRowBytes = 3 * kQuantBlock / 2;  // the same for activations of 12 bits
+inline constexpr int kQuantRowBytes = 2 * kQuantBlock;      // one row in a step of a panel
+inline constexpr int kInt12RowBytes = 3 * kQuantBlock / 2;  // the same for activations of 12 bits
 inline constexpr int kMxStepBlocks = 4;  // MXFP4 blocks whose codes fill one 512-bit register
 inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes, one nibble each
 inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // one row in a step of a panel
@@ -189,12 +189,12 @@ TM_HD constexpr int Int8PanelStepBytes(MatrixFormat format, int rows, int row_by
 
 // Returns whether there are kernels for activations of 12 bits. A byte of a tile must hold the
 // codes of two columns.
-TM_HD constexpr bool HasPackedPanels(MatrixFormat format) {
+TM_HD constexpr bool HasInt12Panels(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
          format == MatrixFormat::kQ4_K;
 }
 
-TM_HD constexpr int PackedPanelStepBytes(int rows) { return rows * (kPackedRowBytes + 8); }
+TM_HD constexpr int Int12PanelStepBytes(int rows) { return rows * (kInt12RowBytes + 8); }
 
 static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
 static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));

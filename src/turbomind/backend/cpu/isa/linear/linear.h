@@ -71,9 +71,9 @@ void PackInt8Panel(const PackPanelArgs& args);
 int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
 void MultiplyInt8(const MultiplyArgs& args);
 
-// The same with activations of 12 bits where HasPackedPanels. Only AVX-512 defines them.
-void PackPackedPanel(const PackPanelArgs& args);
-int64_t FullPackedPanelBytes(MatrixFormat format, int64_t cols);
-void MultiplyPacked(const MultiplyArgs& args);
+// The same with activations of 12 bits where HasInt12Panels. Only AVX-512 defines them.
+void PackInt12Panel(const PackPanelArgs& args);
+int64_t FullInt12PanelBytes(MatrixFormat format, int64_t cols);
+void MultiplyInt12(const MultiplyArgs& args);
 
 }  // namespace turbomind::TM_ISA

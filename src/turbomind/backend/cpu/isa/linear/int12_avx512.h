@@ -1,6 +1,6 @@
 #pragma once
 
-// Computes y tile = tile · panelᵀ for activations of 12 bits (packed_activations.h) with AVX-512
+// Computes y tile = tile · panelᵀ for activations of 12 bits (int12_activations.h) with AVX-512
 // VNNI. Lanes are the 16 outputs of a tile.
 //
 // Per block of 32 columns, row and tile: 12 vpdpbusd of 64 products instead of the 16 of
@@ -22,13 +22,13 @@ namespace turbomind::TM_ISA {
 // Sets sum[r] = offset[r] + Σ code * activation for a block of codes of kQ4_0. `a` is the step of
 // the panel.
 template <MatrixFormat F, int R>
-TM_HD void DotPacked(const uint8_t* codes, const uint8_t* a, __m512i (&sum)[R]) {
-  const uint8_t* offsets = a + R * (kPackedRowBytes + 4);  // int32[R] unless F has minima
+TM_HD void DotInt12(const uint8_t* codes, const uint8_t* a, __m512i (&sum)[R]) {
+  const uint8_t* offsets = a + R * (kInt12RowBytes + 4);  // int32[R] unless F has minima
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     sum[r] = _mm512_setzero_si512();
   }
-  DotBlock<F, R, kPackedRowBytes>(codes, a, sum);
+  DotBlock<F, R, kInt12RowBytes>(codes, a, sum);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     sum[r] = _mm512_slli_epi32(sum[r], 8);
@@ -41,30 +41,30 @@ TM_HD void DotPacked(const uint8_t* codes, const uint8_t* a, __m512i (&sum)[R]) 
     const __m512i pairs = _mm512_loadu_si512(codes + 64 * g);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const uint8_t* residuals = a + kPackedRowBytes * r + kQuantBlock + 4 * g;
+      const uint8_t* residuals = a + kInt12RowBytes * r + kQuantBlock + 4 * g;
       sum[r] = _mm512_dpbusd_epi32(sum[r], pairs, Broadcast32(residuals));
     }
   }
 }
 
 template <MatrixFormat F, int R, int T>
-void MultiplyPackedTiles(const TileRun& run) {
-  constexpr int kStep = PackedPanelStepBytes(R);
+void MultiplyInt12Tiles(const TileRun& run) {
+  constexpr int kStep = Int12PanelStepBytes(R);
   if constexpr (IsKQuant(F)) {
     MultiplyKTilesWith<F, R, T, kStep>(
         run, [](const uint8_t* w, const KScales& own, const uint8_t* a, __m512(&acc)[R])
                  __attribute__((always_inline)) {
                    __m512i sum[R];
-                   DotPacked<F, R>(w, a, sum);
-                   AddKSums<R, kPackedRowBytes>(sum, own, a, acc);
+                   DotInt12<F, R>(w, a, sum);
+                   AddKSums<R, kInt12RowBytes>(sum, own, a, acc);
                  });
   } else {
     MultiplyTilesWith<F, R, T, kStep>(
         run,
         [](const uint8_t* w, const uint8_t* a, __m512(&acc)[R]) __attribute__((always_inline)) {
           __m512i sum[R];
-          DotPacked<F, R>(w + TileMetaBytes(F), a, sum);
-          AddSums<F, R, kPackedRowBytes>(sum, w, a, acc);
+          DotInt12<F, R>(w + TileMetaBytes(F), a, sum);
+          AddSums<F, R, kInt12RowBytes>(sum, w, a, acc);
         });
   }
 }

@@ -40,7 +40,7 @@ bool CanRun() {
   return false;
 }
 
-std::unique_ptr<Device> MakePackedDevice(int threads) {
+std::unique_ptr<Device> MakeInt12Device(int threads) {
   return MakeCpuDevice(threads, "avx512", {.deterministic = false});
 }
 
@@ -101,7 +101,7 @@ std::vector<float> RoundedTo12Bits(const Matrix& m, const std::vector<float>& x)
 }
 
 // One row of one step of a panel.
-struct PackedRow {
+struct Int12Row {
   int8_t coarse[32] = {};
   int8_t residuals[kPairs] = {};
   float scale = 0;
@@ -116,10 +116,10 @@ V ReadAt(const uint8_t* p) {
 }
 
 // Packs rows of 32 columns as one panel.
-std::vector<PackedRow> PackRows(MatrixFormat format, const std::vector<float>& x) {
+std::vector<Int12Row> PackRows(MatrixFormat format, const std::vector<float>& x) {
   CpuDenseKernels kernels;
   avx512::FillDenseKernels(kernels);
-  avx512::FillPackedKernels(kernels);
+  avx512::FillInt12Kernels(kernels);
   const auto rows = static_cast<int>(x.size()) / 32;
   std::vector<uint8_t> panel(static_cast<size_t>(kernels.panel_bytes(format, 32)));
   PackPanelArgs args;
@@ -131,11 +131,11 @@ std::vector<PackedRow> PackRows(MatrixFormat format, const std::vector<float>& x
   args.cols = 32;
   args.panel = panel.data();
   kernels.pack_panel(args);
-  std::vector<PackedRow> packed(static_cast<size_t>(rows));
+  std::vector<Int12Row> packed(static_cast<size_t>(rows));
   for (int r = 0; r < rows; ++r) {
-    PackedRow& row = packed[static_cast<size_t>(r)];
-    const uint8_t* codes = panel.data() + kPackedRowBytes * r;
-    const uint8_t* scales = panel.data() + kPackedRowBytes * rows;
+    Int12Row& row = packed[static_cast<size_t>(r)];
+    const uint8_t* codes = panel.data() + kInt12RowBytes * r;
+    const uint8_t* scales = panel.data() + kInt12RowBytes * rows;
     std::memcpy(row.coarse, codes, sizeof(row.coarse));
     std::memcpy(row.residuals, codes + 32, sizeof(row.residuals));
     row.scale = ReadAt<float>(scales + 4 * r);
@@ -146,7 +146,7 @@ std::vector<PackedRow> PackRows(MatrixFormat format, const std::vector<float>& x
 
 // Checks that a row holds these codes, and that the residuals times bytes of two weights give the
 // exact sum of the products.
-void CheckCodes(const PackedRow& row, const Codes& codes, std::mt19937& random) {
+void CheckCodes(const Int12Row& row, const Codes& codes, std::mt19937& random) {
   int64_t want = 0;
   int64_t coarse = 0;
   int64_t rest = 0;
@@ -168,7 +168,7 @@ void CheckCodes(const PackedRow& row, const Codes& codes, std::mt19937& random) 
 // Checks the scale, the codes and the offset of each row, and that each code is within half a step
 // of its activation.
 void CheckRows(MatrixFormat format, const std::vector<float>& x, std::mt19937& random) {
-  const std::vector<PackedRow> packed = PackRows(format, x);
+  const std::vector<Int12Row> packed = PackRows(format, x);
   for (size_t r = 0; r < packed.size(); ++r) {
     const float* block = x.data() + 32 * r;
     const Codes codes = RoundBlock(block);
@@ -261,7 +261,7 @@ TEST_CASE("products of 12-bit activations agree with a double reference for ever
   if (!CanRun()) {
     return;
   }
-  const auto device = MakePackedDevice(2);
+  const auto device = MakeInt12Device(2);
   for (MatrixFormat format : kFormats) {
     for (int64_t rows : {1, 16, 37, 130}) {
       for (int64_t blocks : {1, 3}) {
@@ -292,11 +292,11 @@ TEST_CASE("a row of 12-bit activations has the same bits in every panel and thre
     const Matrix m = RandomMatrix(format, 203, 512, 3);
     const std::vector<float> x = RandomVector(70 * (m.cols + kPad), 4);
     const std::vector<float> bias = RandomVector(m.rows, 5);
-    const auto reference = MakePackedDevice(1);
+    const auto reference = MakeInt12Device(1);
     const auto want =
         RunLinear(*reference, *reference->PackMatrix(m.source(), false), x, bias, {70, true, true});
     for (int threads : {1, 5}) {
-      const auto device = MakePackedDevice(threads);
+      const auto device = MakeInt12Device(threads);
       const auto weight = device->PackMatrix(m.source(), false);
       for (int num_rows = 1; num_rows <= 70; ++num_rows) {
         CAPTURE(threads);
@@ -314,7 +314,7 @@ TEST_CASE("a row of 12-bit activations has the same bits alone and in several ro
   if (!CanRun()) {
     return;
   }
-  const auto device = MakePackedDevice(2);
+  const auto device = MakeInt12Device(2);
   for (MatrixFormat format : kFormats) {
     const Matrix m = RandomMatrix(format, 40, 2048, 11);
     const std::vector<float> x = RandomVector(500 * (m.cols + kPad), 12);
@@ -333,7 +333,7 @@ TEST_CASE("rows of 12-bit activations grouped by weight have the same bits as al
   if (!CanRun()) {
     return;
   }
-  const auto device = MakePackedDevice(2);
+  const auto device = MakeInt12Device(2);
   for (MatrixFormat format : kFormats) {
     CAPTURE(static_cast<int>(format));
     CheckGroupedRows(*device, format);
@@ -349,7 +349,7 @@ TEST_CASE("parts of formats with 12-bit activations and of others share a linear
                               MatrixFormat::kQ6_K, MatrixFormat::kQ4_1, MatrixFormat::kMxfp4}) {
     matrices.push_back(RandomMatrix(format, 33, 256, static_cast<uint32_t>(matrices.size())));
   }
-  CheckPartsShareALayer(*MakePackedDevice(2), matrices);
+  CheckPartsShareALayer(*MakeInt12Device(2), matrices);
 }
 
 TEST_CASE("only Q4 on a device with AVX-512 that is not deterministic has activations of 12 bits") {
@@ -392,7 +392,7 @@ TEST_CASE("12-bit activations are rounded 15 times as finely as 8-bit ones") {
   constexpr double kExpected = 119.0 * 256 / 16 / 127;
   const auto exact = MakeCpuDevice(1, "avx512");
   const auto int8 = MakeCpuDevice(1, "avx512", {.int8_activations = true});
-  const auto packed = MakePackedDevice(1);
+  const auto packed = MakeInt12Device(1);
   const Matrix m = RandomMatrix(MatrixFormat::kQ4_0, 100, 512, 71);
   const std::vector<float> x = RandomVector(kRows * (m.cols + kPad), 72);
   const auto error = [&](Device& device) {
@@ -423,7 +423,7 @@ TEST_CASE("the largest codes times the largest 12-bit activations are summed exa
   }
   constexpr int kRows = 13;  // a panel of 12 and one row
   constexpr int64_t kOutputs = 17;
-  const auto device = MakePackedDevice(1);
+  const auto device = MakeInt12Device(1);
   for (MatrixFormat format : {MatrixFormat::kQ4_0, MatrixFormat::kQ4_1}) {
     for (const uint8_t codes : {uint8_t{0xff}, uint8_t{0}}) {
       Matrix m{format, kOutputs, 32, {}, {}};
@@ -453,7 +453,7 @@ TEST_CASE("NaN and infinite activations affect only the outputs of their row wit
   if (!CanRun()) {
     return;
   }
-  const auto device = MakePackedDevice(1);
+  const auto device = MakeInt12Device(1);
   for (MatrixFormat format : kFormats) {
     CheckPoisonStaysInItsRow(*device, RandomMatrix(format, 40, 256, 21));
   }
@@ -463,7 +463,7 @@ TEST_CASE("zero, tiny and huge activations do not overflow the scale of 12-bit c
   if (!CanRun()) {
     return;
   }
-  const auto device = MakePackedDevice(1);
+  const auto device = MakeInt12Device(1);
   const Matrix m = RandomMatrix(MatrixFormat::kQ4_1, 16, 32, 31);
   const auto weight = device->PackMatrix(m.source(), false);
   for (float magnitude : {0.f, 1e-44f, 1e-37f, 1e-30f, 1e34f}) {

@@ -1,11 +1,11 @@
 // ⑥⑦ Linear layers with activations of 12 bits, for AVX-512 alone: their packing, and the kernel of
-// each format whose codes have 4 bits. The arithmetic of one tile is in packed_avx512.h.
+// each format whose codes have 4 bits. The arithmetic of one tile is in int12_avx512.h.
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/linear/int12_activations.h"
+#include "turbomind/backend/cpu/isa/linear/int12_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear.h"
-#include "turbomind/backend/cpu/isa/linear/packed_activations.h"
-#include "turbomind/backend/cpu/isa/linear/packed_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/quantize_activations.h"
 #include "turbomind/backend/cpu/isa/linear/tile_loop.h"
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -19,11 +19,11 @@ void PackQuantPanel(const PackPanelArgs& a) {
   for (int r = 0; r < rows; ++r) {
     const float* x = RowToPack(a, r);
     for (int64_t s = 0; s < steps; ++s) {
-      uint8_t* step = a.panel + s * PackedPanelStepBytes(rows);
-      uint8_t* scale_at = step + rows * kPackedRowBytes + 4 * r;
+      uint8_t* step = a.panel + s * Int12PanelStepBytes(rows);
+      uint8_t* scale_at = step + rows * kInt12RowBytes + 4 * r;
       uint8_t* offset_at = scale_at + 4 * rows;
       int32_t sum;
-      const float scale = QuantizePackedBlock(x + s * kQuantBlock, step + r * kPackedRowBytes, sum);
+      const float scale = QuantizeInt12Block(x + s * kQuantBlock, step + r * kInt12RowBytes, sum);
       StoreFloat(scale, scale_at);
       if (HasMinimum(a.format)) {
         StoreFloat(scale * static_cast<float>(sum), offset_at);
@@ -35,11 +35,11 @@ void PackQuantPanel(const PackPanelArgs& a) {
 }
 
 int64_t QuantPanelBytes(MatrixFormat format, int64_t cols) {
-  return NumSteps(format, cols) * PackedPanelStepBytes(kPanelRows);
+  return NumSteps(format, cols) * Int12PanelStepBytes(kPanelRows);
 }
 
 template <MatrixFormat F>
-struct PackedKernel {
+struct Int12Kernel {
   static constexpr MatrixFormat kFormat = F;
   template <int R>
   static constexpr int kTiles = kTilesAtOnce<R>;
@@ -48,32 +48,32 @@ struct PackedKernel {
 
   template <int R, int T>
   static void Multiply(const TileRun& run) {
-    MultiplyPackedTiles<F, R, T>(run);
+    MultiplyInt12Tiles<F, R, T>(run);
   }
 };
 
 }  // namespace
 
-void PackPackedPanel(const PackPanelArgs& args) {
-  if (HasPackedPanels(args.format)) {
+void PackInt12Panel(const PackPanelArgs& args) {
+  if (HasInt12Panels(args.format)) {
     PackQuantPanel(args);
   } else {
     PackPanel(args);
   }
 }
 
-int64_t FullPackedPanelBytes(MatrixFormat format, int64_t cols) {
-  return HasPackedPanels(format) ? QuantPanelBytes(format, cols) : FullPanelBytes(format, cols);
+int64_t FullInt12PanelBytes(MatrixFormat format, int64_t cols) {
+  return HasInt12Panels(format) ? QuantPanelBytes(format, cols) : FullPanelBytes(format, cols);
 }
 
-void MultiplyPacked(const MultiplyArgs& args) {
+void MultiplyInt12(const MultiplyArgs& args) {
   switch (args.format) {
     case MatrixFormat::kQ4_0:
-      return MultiplyPanels<PackedKernel<MatrixFormat::kQ4_0>>(args);
+      return MultiplyPanels<Int12Kernel<MatrixFormat::kQ4_0>>(args);
     case MatrixFormat::kQ4_1:
-      return MultiplyPanels<PackedKernel<MatrixFormat::kQ4_1>>(args);
+      return MultiplyPanels<Int12Kernel<MatrixFormat::kQ4_1>>(args);
     case MatrixFormat::kQ4_K:
-      return MultiplyPanels<PackedKernel<MatrixFormat::kQ4_K>>(args);
+      return MultiplyPanels<Int12Kernel<MatrixFormat::kQ4_K>>(args);
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
     case MatrixFormat::kQ8_0:
@@ -86,10 +86,10 @@ void MultiplyPacked(const MultiplyArgs& args) {
   }
 }
 
-void FillPackedKernels(CpuDenseKernels& kernels) {
-  kernels.pack_panel = PackPackedPanel;
-  kernels.panel_bytes = FullPackedPanelBytes;
-  kernels.multiply = MultiplyPacked;
+void FillInt12Kernels(CpuDenseKernels& kernels) {
+  kernels.pack_panel = PackInt12Panel;
+  kernels.panel_bytes = FullInt12PanelBytes;
+  kernels.multiply = MultiplyInt12;
 }
 
 }  // namespace turbomind::TM_ISA
