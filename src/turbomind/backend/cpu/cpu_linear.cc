@@ -29,7 +29,7 @@ const CpuMatrix& Packed(const PackedMatrix* matrix) {
   return *packed;
 }
 
-int64_t NumPanels(const CpuLinearPlan& plan) { return CeilDiv(plan.num_rows, kPanelRows); }
+int64_t NumPanels(const CpuLinearPlan& plan) { return CeilDiv(plan.num_rows, plan.panel.rows); }
 
 CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
   CpuLinearPlan plan;
@@ -40,11 +40,9 @@ CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
 }
 
 void CutRows(const CpuDenseKernels& kernels, CpuLinearPlan& plan) {
-  const int64_t block_bytes =
-      IsMxfp4(plan.weight->format) ? kernels.mxfp4_row_block_bytes : kernels.row_block_bytes;
-  plan.panel_bytes = kernels.panel_bytes(plan.weight->format, plan.weight->cols);
-  plan.panels_per_block = std::clamp<int64_t>(block_bytes / plan.panel_bytes, 1, NumPanels(plan));
-  plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panels_per_block);
+  plan.panel = kernels.plan_panels(plan.weight->format, plan.weight->cols, plan.num_rows);
+  plan.panel.panels_per_block = std::min(plan.panel.panels_per_block, NumPanels(plan));
+  plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panel.panels_per_block);
 }
 
 // Returns true if a plan reads the panels of the previous plan.
@@ -91,7 +89,7 @@ Totals PlanItems(const CpuDenseKernels& kernels, const LinearCall& call, int num
     }
     plan.panels = totals.panel_bytes;
     plan.first_panel = totals.panels;
-    totals.panel_bytes += CeilDiv(NumPanels(plan) * plan.panel_bytes, 64) * 64;
+    totals.panel_bytes += CeilDiv(NumPanels(plan) * plan.panel.bytes, 64) * 64;
     totals.panels += NumPanels(plan);
     totals.rows += plan.num_rows;
   }
@@ -111,17 +109,17 @@ void PackOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearSc
              int64_t index) {
   const CpuLinearPlan& plan = FindPlan(scratch.plans, &CpuLinearPlan::first_panel, index);
   const int64_t panel = index - plan.first_panel;
-  const int64_t first_row = plan.first_row + panel * kPanelRows;
+  const int64_t first_row = plan.first_row + panel * plan.panel.rows;
   PackPanelArgs args;
   args.format = plan.weight->format;
   args.x = call.x_rows == nullptr ? call.x + first_row * call.x_stride : call.x;
   args.x_stride = call.x_stride;
   args.x_rows = call.x_rows == nullptr ? nullptr : call.x_rows + first_row;
   args.num_rows =
-      static_cast<int>(std::min<int64_t>(kPanelRows, plan.num_rows - panel * kPanelRows));
+      static_cast<int>(std::min<int64_t>(plan.panel.rows, plan.num_rows - panel * plan.panel.rows));
   args.all_rows = plan.num_rows;
   args.cols = plan.weight->cols;
-  args.panel = scratch.panels.data() + plan.panels + panel * plan.panel_bytes;
+  args.panel = scratch.panels.data() + plan.panels + panel * plan.panel.bytes;
   kernels.pack_panel(args);
 }
 
@@ -131,9 +129,9 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
   const CpuMatrix& weight = *plan.weight;
   const int64_t item = index - plan.first_item;
   const int64_t first_tile = item % plan.num_tile_groups * plan.tiles_per_item;
-  const int64_t first_panel = item / plan.num_tile_groups * plan.panels_per_block;
+  const int64_t first_panel = item / plan.num_tile_groups * plan.panel.panels_per_block;
   const int64_t first_output = first_tile * kTileRows;
-  const int64_t first_row = first_panel * kPanelRows;
+  const int64_t first_row = first_panel * plan.panel.rows;
   MultiplyArgs args;
   args.format = weight.format;
   args.cols = weight.cols;
@@ -142,9 +140,9 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
   args.num_tiles = static_cast<int>(std::min(plan.tiles_per_item, weight.num_tiles() - first_tile));
   args.num_outputs = std::min(args.num_tiles * int64_t{kTileRows}, weight.rows - first_output);
   args.scratch = scratch.tiles.data() + worker * scratch.tile_stride;
-  args.panels = scratch.panels.data() + plan.panels + first_panel * plan.panel_bytes;
-  args.num_rows =
-      static_cast<int>(std::min(plan.panels_per_block * kPanelRows, plan.num_rows - first_row));
+  args.panels = scratch.panels.data() + plan.panels + first_panel * plan.panel.bytes;
+  args.num_rows = static_cast<int>(
+      std::min(plan.panel.panels_per_block * plan.panel.rows, plan.num_rows - first_row));
   args.all_rows = plan.num_rows;
   args.bias = plan.bias == nullptr ? nullptr : plan.bias + first_output;
   args.y = call.y + (plan.first_row + first_row) * call.y_stride + plan.first_output + first_output;

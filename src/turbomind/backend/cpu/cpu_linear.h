@@ -23,8 +23,7 @@ struct CpuLinearPlan {
   int64_t first_output = 0;  // column of y
   int64_t panels = 0;  // byte offset of its packed activations; the parts of a layer share them
   int64_t first_panel = 0;
-  int64_t panel_bytes = 0;  // bytes of a full panel
-  int64_t panels_per_block = 0;
+  PanelPlan panel;
   int64_t num_row_blocks = 0;
   int64_t tiles_per_item = 0;
   int64_t num_tile_groups = 0;

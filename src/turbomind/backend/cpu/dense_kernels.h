@@ -10,7 +10,15 @@
 
 namespace turbomind {
 
-// Arguments of pack_panel: up to kPanelRows rows of activations and their panel (packed_layout.h).
+// How the activations of a weight are cut into panels, and panels into row blocks. A row block is
+// multiplied with one tile after another and should stay in L2.
+struct PanelPlan {
+  int rows = 0;       // of a full panel
+  int64_t bytes = 0;  // of a full panel, which is the largest panel
+  int64_t panels_per_block = 0;
+};
+
+// Arguments of pack_panel: the rows of activations of a panel, and the panel (packed_layout.h).
 // F32 weights keep the activations as they are; BF16 weights round them to BF16. Quantized weights
 // round them to 16 bits with an FP32 scale per block of 32, stored as two int8 halves. The kernels
 // of FillInt8Kernels round them to 8 bits instead, except for MXFP4. That adds a KL divergence of
@@ -21,7 +29,7 @@ struct PackPanelArgs {
   const float* x = nullptr;  // [num_rows, cols]
   int64_t x_stride = 0;
   const int32_t* x_rows = nullptr;  // [num_rows] rows of x; null packs the first rows
-  int num_rows = 0;                 // at most kPanelRows
+  int num_rows = 0;                 // at most PanelPlan::rows
   int all_rows = 0;                 // rows in all panels that are multiplied with this weight
   int64_t cols = 0;
   uint8_t* panel = nullptr;
@@ -50,12 +58,8 @@ struct MultiplyArgs {
 struct CpuDenseKernels {
   bool has_nvfp4 = false;  // the kernels compute NVFP4 as it is
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
-  // Returns the size of a full panel, which is the largest panel.
-  int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;
-  // Packed activations of one row block, which is multiplied with one tile after another and stays
-  // in L2.
-  int64_t row_block_bytes = 256 << 10;
-  int64_t mxfp4_row_block_bytes = 640 << 10;  // larger: a transposed tile serves more rows
+  // Plans the panels of `all_rows` rows. More panels in a block than there are mean all of them.
+  PanelPlan (*plan_panels)(MatrixFormat format, int64_t cols, int all_rows) = nullptr;
   void (*multiply)(const MultiplyArgs&) = nullptr;
   // Returns the size of MultiplyArgs::scratch.
   int64_t (*scratch_bytes)(MatrixFormat format, int64_t cols) = nullptr;

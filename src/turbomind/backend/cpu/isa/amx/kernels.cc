@@ -10,17 +10,15 @@ void PrefillRows(const PrefillRowsArgs& args);
 void FillDenseKernels(CpuDenseKernels& kernels) {
   avx512::FillDenseKernels(kernels);
   kernels.pack_panel = PackPanel;
-  kernels.panel_bytes = FullPanelBytes;
+  kernels.plan_panels = PlanPanels;
   kernels.multiply = Multiply;
   kernels.scratch_bytes = ScratchBytes;
-  kernels.row_block_bytes = 1 << 20;
-  kernels.mxfp4_row_block_bytes = 1 << 20;
 }
 
 void FillInt8Kernels(CpuDenseKernels& kernels) {
   avx512::FillInt8Kernels(kernels);
   kernels.pack_panel = PackInt8Panel;
-  kernels.panel_bytes = FullInt8PanelBytes;
+  kernels.plan_panels = PlanInt8Panels;
   kernels.multiply = MultiplyInt8;
 }
 

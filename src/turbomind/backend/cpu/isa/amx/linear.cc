@@ -31,7 +31,7 @@
 namespace turbomind::avx512 {
 void Multiply(const MultiplyArgs& args);
 int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
-int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
+PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int all_rows);
 void MultiplyInt8(const MultiplyArgs& args);
 }  // namespace turbomind::avx512
 
@@ -39,6 +39,7 @@ namespace turbomind::TM_ISA {
 namespace {
 
 constexpr int kPair = 2;  // adjacent tiles of weights per call
+constexpr int64_t kRowBlockBytes = 1 << 20;
 
 // Tile registers: the sums of a block and of the next one (or two sums of a block), activations,
 // codes.
@@ -427,6 +428,31 @@ void MultiplyPanels(const MultiplyArgs& a, int64_t panel_bytes) {
   }
 }
 
+// Returns the bytes of a full panel.
+int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
+  if (!OnTiles(format, kPanelRows, kPanelRows)) {
+    return PanelBytes(format, cols, kPanelRows);
+  }
+  // The last panel may be packed for AVX-512, and MXFP4 panels are padded to four blocks there.
+  const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format, false);
+  const int64_t rest = PanelBytes(format, cols, kMinTileRows - 1);
+  return on_tiles > rest ? on_tiles : (rest + 63) / 64 * 64;
+}
+
+// No panel for AVX-512 is larger than a full one for tiles.
+static_assert(TilePanelStep(MatrixFormat::kQ8_0, true) >=
+              Int8PanelStepBytes(MatrixFormat::kQ8_0, kPanelRows, kQuantBlock));
+
+// Returns the same for activations of 8 bits.
+int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
+  if (!HasInt8Panels(format)) {
+    return FullPanelBytes(format, cols);
+  }
+  return OnInt8Tiles(format, kPanelRows, kPanelRows)
+             ? cols / kQuantBlock * TilePanelStep(format, true)
+             : avx512::PlanInt8Panels(format, cols, kPanelRows).bytes;
+}
+
 template <Kernel K>
 void MultiplyFormat(const MultiplyArgs& a) {
   const int64_t panel_bytes =
@@ -448,27 +474,12 @@ void MultiplyFormat(const MultiplyArgs& a) {
 
 }  // namespace
 
-int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
-  if (!OnTiles(format, kPanelRows, kPanelRows)) {
-    return PanelBytes(format, cols, kPanelRows);
-  }
-  // The last panel may be packed for AVX-512, and MXFP4 panels are padded to four blocks there.
-  const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format, false);
-  const int64_t rest = PanelBytes(format, cols, kMinTileRows - 1);
-  return on_tiles > rest ? on_tiles : (rest + 63) / 64 * 64;
+PanelPlan PlanPanels(MatrixFormat format, int64_t cols, int /*all_rows*/) {
+  return PlanOf(FullPanelBytes(format, cols), kRowBlockBytes);
 }
 
-// No panel for AVX-512 is larger than a full one for tiles.
-static_assert(TilePanelStep(MatrixFormat::kQ8_0, true) >=
-              Int8PanelStepBytes(MatrixFormat::kQ8_0, kPanelRows, kQuantBlock));
-
-int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
-  if (!HasInt8Panels(format)) {
-    return FullPanelBytes(format, cols);
-  }
-  return OnInt8Tiles(format, kPanelRows, kPanelRows)
-             ? cols / kQuantBlock * TilePanelStep(format, true)
-             : avx512::FullInt8PanelBytes(format, cols);
+PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int /*all_rows*/) {
+  return PlanOf(FullInt8PanelBytes(format, cols), kRowBlockBytes);
 }
 
 int64_t ScratchBytes(MatrixFormat format, int64_t cols) {

@@ -50,13 +50,13 @@ constexpr int64_t TilePanelStep(MatrixFormat format, bool int8) {
   return TileStepCodes(format, int8) + kTileStepMeta;
 }
 
-int64_t FullPanelBytes(MatrixFormat format, int64_t cols);
+PanelPlan PlanPanels(MatrixFormat format, int64_t cols, int all_rows);
 int64_t ScratchBytes(MatrixFormat format, int64_t cols);
 void PackPanel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);
 
 // The same with activations of 8 bits, except for F32, BF16 and MXFP4.
-int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
+PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int all_rows);
 void PackInt8Panel(const PackPanelArgs& args);
 void MultiplyInt8(const MultiplyArgs& args);
 

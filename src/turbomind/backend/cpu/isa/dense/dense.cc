@@ -213,7 +213,7 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
 void FillDenseKernels(CpuDenseKernels& kernels) {
   kernels.has_nvfp4 = ComputesNvfp4();
   kernels.pack_panel = PackPanel;
-  kernels.panel_bytes = FullPanelBytes;
+  kernels.plan_panels = PlanPanels;
   kernels.multiply = Multiply;
   kernels.scratch_bytes = MultiplyScratchBytes;
   kernels.norm = NormRow;

@@ -62,8 +62,9 @@ void PackInt12Panel(const PackPanelArgs& args) {
   }
 }
 
-int64_t FullInt12PanelBytes(MatrixFormat format, int64_t cols) {
-  return HasInt12Panels(format) ? QuantPanelBytes(format, cols) : FullPanelBytes(format, cols);
+PanelPlan PlanInt12Panels(MatrixFormat format, int64_t cols, int all_rows) {
+  return HasInt12Panels(format) ? PlanOf(QuantPanelBytes(format, cols), RowBlockBytes(format))
+                                : PlanPanels(format, cols, all_rows);
 }
 
 void MultiplyInt12(const MultiplyArgs& args) {
@@ -88,7 +89,7 @@ void MultiplyInt12(const MultiplyArgs& args) {
 
 void FillInt12Kernels(CpuDenseKernels& kernels) {
   kernels.pack_panel = PackInt12Panel;
-  kernels.panel_bytes = FullInt12PanelBytes;
+  kernels.plan_panels = PlanInt12Panels;
   kernels.multiply = MultiplyInt12;
 }
 

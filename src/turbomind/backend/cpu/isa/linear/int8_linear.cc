@@ -73,6 +73,14 @@ struct Int8Kernel {
   }
 };
 
+// Returns the bytes of a full panel.
+int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
+  if (!HasInt8Panels(format)) {
+    return PanelBytes(format, cols, kPanelRows);
+  }
+  return NumSteps(format, cols) * Int8PanelStepBytes(format, kPanelRows, Int8RowBytes(format));
+}
+
 }  // namespace
 
 void PackInt8Panel(const PackPanelArgs& args) {
@@ -83,11 +91,8 @@ void PackInt8Panel(const PackPanelArgs& args) {
   }
 }
 
-int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
-  if (!HasInt8Panels(format)) {
-    return FullPanelBytes(format, cols);
-  }
-  return NumSteps(format, cols) * Int8PanelStepBytes(format, kPanelRows, Int8RowBytes(format));
+PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int /*all_rows*/) {
+  return PlanOf(FullInt8PanelBytes(format, cols), RowBlockBytes(format));
 }
 
 void MultiplyInt8(const MultiplyArgs& args) {
@@ -115,7 +120,7 @@ void MultiplyInt8(const MultiplyArgs& args) {
 
 void FillInt8Kernels(CpuDenseKernels& kernels) {
   kernels.pack_panel = PackInt8Panel;
-  kernels.panel_bytes = FullInt8PanelBytes;
+  kernels.plan_panels = PlanInt8Panels;
   kernels.multiply = MultiplyInt8;
 }
 

@@ -144,8 +144,8 @@ void PackPanel(const PackPanelArgs& args) {
   }
 }
 
-int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
-  return PanelBytes(format, cols, kPanelRows);
+PanelPlan PlanPanels(MatrixFormat format, int64_t cols, int /*all_rows*/) {
+  return PlanOf(PanelBytes(format, cols, kPanelRows), RowBlockBytes(format));
 }
 
 void Multiply(const MultiplyArgs& args) {

@@ -3,6 +3,7 @@
 // Linear layers of one instruction set; see dense_kernels.h for the arguments.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
+#include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind::TM_ISA {
 
@@ -58,9 +59,20 @@ TM_HD void WithRows(int num_rows, const Fn& fn) {
   }
 }
 
+// Returns a plan of panels of kPanelRows rows, with as many in a block as `block_bytes` hold.
+TM_HD PanelPlan PlanOf(int64_t panel_bytes, int64_t block_bytes) {
+  const int64_t panels = block_bytes / panel_bytes;
+  return {kPanelRows, panel_bytes, panels < 1 ? 1 : panels};
+}
+
+// Bytes of a row block. That of MXFP4 is larger, because a transposed tile then serves more rows.
+constexpr int64_t RowBlockBytes(MatrixFormat format) {
+  return IsMxfp4(format) ? 640 << 10 : 256 << 10;
+}
+
 bool ComputesNvfp4();
 void PackPanel(const PackPanelArgs& args);
-int64_t FullPanelBytes(MatrixFormat format, int64_t cols);
+PanelPlan PlanPanels(MatrixFormat format, int64_t cols, int all_rows);
 void PackMxfp4Panel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);
 void MultiplyMxfp4(const MultiplyArgs& args);
@@ -68,12 +80,12 @@ int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
 
 // The same with activations of 8 bits, except for F32, BF16 and MXFP4.
 void PackInt8Panel(const PackPanelArgs& args);
-int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols);
+PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int all_rows);
 void MultiplyInt8(const MultiplyArgs& args);
 
 // The same with activations of 12 bits where HasInt12Panels. Only AVX-512 defines them.
 void PackInt12Panel(const PackPanelArgs& args);
-int64_t FullInt12PanelBytes(MatrixFormat format, int64_t cols);
+PanelPlan PlanInt12Panels(MatrixFormat format, int64_t cols, int all_rows);
 void MultiplyInt12(const MultiplyArgs& args);
 
 }  // namespace turbomind::TM_ISA
