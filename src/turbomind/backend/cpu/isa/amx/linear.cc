@@ -22,6 +22,7 @@
 
 #include "turbomind/backend/cpu/isa/amx/tiles.h"
 #include "turbomind/backend/cpu/isa/amx/widen_codes.h"
+#include "turbomind/backend/cpu/isa/amx/write_row.h"
 #include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4_avx512.h"
@@ -104,12 +105,8 @@ struct PairRun {
   int64_t blocks = 0;
   const uint8_t* next = nullptr;  // prefetched, as many bytes as the pair has; or null
   const uint8_t* panel = nullptr;
-  int rows = 0;                 // rows of the panel that exist
-  const float* bias = nullptr;  // [num_outputs] or null
-  float* y = nullptr;           // [rows, num_outputs]
-  int64_t y_stride = 0;
-  int64_t num_outputs = 0;  // may be less than 32
-  bool accumulate = false;
+  int rows = 0;  // rows of the panel that exist
+  OutputRun out;
 };
 
 // Sums of one block: FP32 (kQ6_K: of both halves of the columns), or int32 of the high halves
@@ -325,22 +322,6 @@ class BlockPipe {
   BlockSums sums_[2];
 };
 
-TM_HD void WriteRow(const PairRun& run, int r, int tile, __m512 out) {
-  const int64_t left = run.num_outputs - tile * kTileRows;
-  if (left <= 0) {
-    return;
-  }
-  const auto lanes = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
-  float* y = run.y + r * run.y_stride + tile * kTileRows;
-  if (run.bias != nullptr) {
-    out = _mm512_add_ps(out, _mm512_maskz_loadu_ps(lanes, run.bias + tile * kTileRows));
-  }
-  if (run.accumulate) {
-    out = _mm512_add_ps(out, _mm512_maskz_loadu_ps(lanes, y));
-  }
-  _mm512_mask_storeu_ps(y, lanes, out);
-}
-
 template <Kernel K>
 void MultiplyPair(const PairRun& run) {
   constexpr MatrixFormat F = K.format;
@@ -362,13 +343,13 @@ void MultiplyPair(const PairRun& run) {
   for (int r = 0; r < run.rows; ++r) {
     for (int t = 0; t < kPair; ++t) {
       if constexpr (kPhases == 1) {
-        WriteRow(run, r, t, sums[0][t][r]);
+        WriteRow(run.out, r, t, sums[0][t][r]);
       } else {
         for (int64_t phase = kPhases - lacking; phase < kPhases; ++phase) {
           // Missing blocks count as zeros, which turns a sum of -0 into 0.
           sums[phase][t][r] = _mm512_add_ps(sums[phase][t][r], _mm512_setzero_ps());
         }
-        WriteRow(run, r, t,
+        WriteRow(run.out, r, t,
                  _mm512_add_ps(_mm512_add_ps(sums[0][t][r], sums[1][t][r]),
                                _mm512_add_ps(sums[2][t][r], sums[3][t][r])));
       }
@@ -381,10 +362,7 @@ template <MatrixFormat F>
 PairRun OpenPair(const MultiplyArgs& a, int first) {
   PairRun run;
   run.blocks = a.cols / kQuantBlock;
-  run.bias = a.bias == nullptr ? nullptr : a.bias + first * kTileRows;
-  run.y_stride = a.y_stride;
-  run.num_outputs = a.num_outputs - first * kTileRows;
-  run.accumulate = a.accumulate;
+  run.out = OutputsOf(a, first);
   run.next = a.tiles + (first + kPair) * TileBytes(F, a.cols);
   uint8_t* free = a.scratch;
   for (int t = 0; t < kPair; ++t) {
@@ -421,7 +399,7 @@ void MultiplyPanels(const MultiplyArgs& a, int64_t panel_bytes) {
     for (int row = 0; row < a.num_rows; row += kPanelRows) {
       run.panel = a.panels + row / kPanelRows * panel_bytes;
       run.rows = a.num_rows - row < kPanelRows ? a.num_rows - row : kPanelRows;
-      run.y = a.y + row * a.y_stride + tile * kTileRows;
+      run.out.y = a.y + row * a.y_stride + tile * kTileRows;
       MultiplyPair<K>(run);
       run.next = nullptr;
     }

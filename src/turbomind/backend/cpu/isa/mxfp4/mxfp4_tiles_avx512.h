@@ -52,32 +52,49 @@ TM_HD void TransposeBlock(const uint8_t* const (&rows)[kTileRows], int64_t block
   _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi64(high01, high23));
 }
 
-// Transposes up to 16 outputs, from `output` on, to a.scratch. Missing outputs repeat the last one.
-template <MatrixFormat F>
-void TransposeTile(const MultiplyArgs& a, int64_t output) {
-  const int64_t blocks = a.cols / kQuantBlock;
+// The rows of a tile. Missing ones repeat the last one.
+struct MxTileRows {
   const uint8_t* rows[kTileRows];
-  const uint8_t* exponents[kTileRows];
+  const uint8_t* exponents[kTileRows];  // of the first block of each row
+};
+
+// Returns the rows of up to 16 outputs from `output` on.
+template <MatrixFormat F>
+TM_HD MxTileRows RowsOfTile(const MultiplyArgs& a, int64_t output) {
+  const int64_t blocks = a.cols / kQuantBlock;
+  const int64_t last = a.num_outputs - 1;
+  MxTileRows tile;
   for (int o = 0; o < kTileRows; ++o) {
-    const int64_t last = a.num_outputs - 1;
     const int64_t row = output + o < last ? output + o : last;
-    rows[o] = a.tiles + row * MxRowBytes(F, a.cols);
-    exponents[o] = F == MatrixFormat::kMxfp4 ? rows[o] : a.scales + row * blocks;
+    tile.rows[o] = a.tiles + row * MxRowBytes(F, a.cols);
+    tile.exponents[o] = F == MatrixFormat::kMxfp4 ? tile.rows[o] : a.scales + row * blocks;
   }
+  return tile;
+}
+
+// Transposes `count` blocks from `first` on to [count, kMxTileBlockBytes].
+template <MatrixFormat F>
+TM_HD void TransposeBlocks(const MxTileRows& tile, int64_t first, int64_t count, uint8_t* to) {
   // Write the exponents first, as bytes in the place of the floats. Reading them back immediately
   // would stall.
   constexpr int kStride = F == MatrixFormat::kMxfp4 ? kMxBlockBytes<F> : 1;
   for (int o = 0; o < kTileRows; ++o) {
-    uint8_t* to = a.scratch + kMxTileCodes + o;
-    for (int64_t b = 0; b < blocks; ++b) {
-      to[b * kMxTileBlockBytes] = exponents[o][b * kStride];
+    uint8_t* at = to + kMxTileCodes + o;
+    for (int64_t b = 0; b < count; ++b) {
+      at[b * kMxTileBlockBytes] = tile.exponents[o][(first + b) * kStride];
     }
   }
-  for (int64_t b = 0; b < blocks; ++b) {
-    uint8_t* to = a.scratch + b * kMxTileBlockBytes;
-    TransposeBlock<F>(rows, b, to);
-    _mm512_storeu_ps(to + kMxTileCodes, PowersOfTwo(Load16(to + kMxTileCodes)));
+  for (int64_t b = 0; b < count; ++b) {
+    uint8_t* at = to + b * kMxTileBlockBytes;
+    TransposeBlock<F>(tile.rows, first + b, at);
+    _mm512_storeu_ps(at + kMxTileCodes, PowersOfTwo(Load16(at + kMxTileCodes)));
   }
+}
+
+// Transposes up to 16 outputs, from `output` on, to a.scratch.
+template <MatrixFormat F>
+void TransposeTile(const MultiplyArgs& a, int64_t output) {
+  TransposeBlocks<F>(RowsOfTile<F>(a, output), 0, a.cols / kQuantBlock, a.scratch);
 }
 
 // The operands of one panel of R rows.
