@@ -384,7 +384,7 @@ inline void CheckPoisonStaysInItsRow(Device& device, const Matrix& m) {
 // alone.
 inline void CheckPartsShareALayer(Device& device, const std::vector<Matrix>& matrices) {
   const int64_t cols = matrices[0].cols;
-  const std::vector<float> x = RandomVector(30 * (cols + kPad), 41);
+  const std::vector<float> x = RandomVector(40 * (cols + kPad), 41);
   std::vector<std::unique_ptr<PackedMatrix>> weights;
   std::vector<LinearPart> parts;
   int64_t stride = kPad;
@@ -393,7 +393,7 @@ inline void CheckPartsShareALayer(Device& device, const std::vector<Matrix>& mat
     parts.push_back({weights.back().get(), nullptr});
     stride += m.rows;
   }
-  for (int num_rows : {1, 12, 30}) {
+  for (int num_rows : {1, 12, 30, 40}) {
     std::vector<float> y(static_cast<size_t>(num_rows * stride), kSentinel);
     device.Linear({.x = x.data(),
                    .x_stride = cols + kPad,

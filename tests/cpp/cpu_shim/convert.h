@@ -2,6 +2,8 @@
 
 // Conversions between types of lanes.
 
+#include <bit>
+
 #include "cpu_shim/registers.h"
 
 namespace turbomind {
@@ -26,6 +28,20 @@ inline Register Narrow(__m512i x) {
     to[i] = static_cast<To>(from.of[i]);
   }
   return __builtin_bit_cast(Register, to);
+}
+
+// Returns the BF16 bits of x, rounded to nearest even. Subnormal numbers become zero, and NaN is
+// quiet.
+inline uint16_t ToBf16(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude < 0x00800000u) {
+    return static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  }
+  if (magnitude > 0x7f800000u) {
+    return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  }
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
 }  // namespace cpu_shim
@@ -64,6 +80,13 @@ inline Register Narrow(__m512i x) {
   return _mm256_set_m128i(_mm256_cvtps_ph(x.half[1], _MM_FROUND_TO_NEAREST_INT),
                           _mm256_cvtps_ph(x.half[0], _MM_FROUND_TO_NEAREST_INT));
 }
+// Rounds the lanes of b, then those of a, to BF16.
+[[gnu::noinline]] inline __m512bh _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
+  const auto upper = cpu_shim::Split<float>(a);
+  const auto lower = cpu_shim::Split<float>(b);
+  return (__m512bh)cpu_shim::Fill<uint16_t>(
+      [&](int i) { return cpu_shim::ToBf16(i < 16 ? lower.of[i] : upper.of[i - 16]); });
+}
 inline float _mm512_cvtss_f32(__m512 a) { return cpu_shim::Split<float>(a).of[0]; }
 
 [[gnu::noinline]] inline __m512i _mm512_cvtepu8_epi32(__m128i a) {
@@ -86,6 +109,9 @@ inline float _mm512_cvtss_f32(__m512 a) { return cpu_shim::Split<float>(a).of[0]
 }
 [[gnu::noinline]] inline __m512i _mm512_maskz_cvtepu8_epi32(__mmask16 mask, __m128i a) {
   return cpu_shim::Keep<int32_t>(mask, _mm512_cvtepu8_epi32(a));
+}
+[[gnu::noinline]] inline __m512i _mm512_maskz_cvtepu16_epi32(__mmask16 mask, __m256i a) {
+  return cpu_shim::Keep<int32_t>(mask, _mm512_cvtepu16_epi32(a));
 }
 [[gnu::noinline]] inline __m512i _mm512_maskz_cvtepi8_epi32(__mmask16 mask, __m128i a) {
   return cpu_shim::Keep<int32_t>(mask, _mm512_cvtepi8_epi32(a));

@@ -99,6 +99,25 @@ TEST_CASE("conversions return what hardware returns for numbers out of range") {
   CHECK(std::isnan(_mm512_cvtss_f32(_mm512_max_ps(_mm512_set1_ps(1.f), nan))));
 }
 
+TEST_CASE("a conversion to BF16 rounds to nearest even and keeps NaN and infinities") {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const auto rounded = [](float x) {
+    const auto lanes = cpu_shim::Split<uint16_t>(
+        (__m512i)_mm512_cvtne2ps_pbh(_mm512_set1_ps(x), _mm512_set1_ps(1.f)));
+    CHECK(lanes.of[15] == 0x3f80);
+    return int{lanes.of[16]};
+  };
+  CHECK(rounded(-2.f) == 0xc000);
+  CHECK(rounded(0x1.01p0f) == 0x3f80);        // a tie: the even neighbor is below
+  CHECK(rounded(0x1.03p0f) == 0x3f82);        // a tie: the even neighbor is above
+  CHECK(rounded(0x1.010002p0f) == 0x3f81);    // just above a tie
+  CHECK(rounded(0x1.fffffep127f) == 0x7f80);  // the largest number becomes infinite
+  CHECK(rounded(-kInf) == 0xff80);
+  CHECK(rounded(std::bit_cast<float>(0xff800001u)) == 0xffc0);  // a signaling NaN becomes quiet
+  CHECK(rounded(-kTiny) == 0x8000);
+  CHECK(rounded(0x1.fffffcp-127f) == 0);  // the largest subnormal number
+}
+
 TEST_CASE("indexes of permutations use as many bits as there are lanes") {
   const auto table = RandomLanes<uint8_t>(1);
   const auto other = RandomLanes<uint8_t>(2);

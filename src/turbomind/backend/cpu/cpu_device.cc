@@ -50,6 +50,9 @@ class CpuDevice final : public Device {
       : pool_(num_threads), isa_(std::move(isa)), options_(options) {
     if (isa_ == "amx") {
       FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
+      if (is_free()) {
+        amx::FillBf16Kernels(dense_);
+      }
     } else if (isa_ == "avx512") {
       FillWith(avx512::FillDenseKernels, avx512::FillInt8Kernels, avx512::FillKvKernels);
       if (is_free()) {
@@ -141,7 +144,10 @@ class CpuDevice final : public Device {
     if (options_.int8_activations) {
       return ", int8 activations";
     }
-    return is_free() && isa_ == "avx512" ? ", 12-bit activations" : "";
+    return !is_free()         ? ""
+           : isa_ == "avx512" ? ", 12-bit activations"
+           : isa_ == "amx"    ? ", BF16 tiles"
+                              : "";
   }
 
   void FillWith(void (*dense)(CpuDenseKernels&), void (*int8)(CpuDenseKernels&),

@@ -2,7 +2,8 @@
 
 // The dense kernels, compiled once per instruction set (isa/) and passed as function pointers. Only
 // plain structs: files of different instruction sets must share no inline code through this header.
-// Every kernel returns the same bits with every instruction set, tile shape and split of the work.
+// Every kernel returns the same bits with every instruction set, tile shape and split of the work,
+// except for those of FillBf16Kernels, whose bits depend on whether a step has few rows or many.
 
 #include <cstdint>
 
@@ -54,7 +55,9 @@ struct MultiplyArgs {
 };
 
 // FillDenseKernels sets all members. FillInt8Kernels then replaces those of linear layers by
-// kernels for activations of 8 bits, FillInt12Kernels by those for 12 bits.
+// kernels for activations of 8 bits, FillInt12Kernels by those for 12 bits. FillBf16Kernels
+// replaces them by kernels that multiply weights and activations rounded to BF16 if a weight has
+// many rows in a step (isa/amx/bf16_linear.h), and by those of FillDenseKernels otherwise.
 struct CpuDenseKernels {
   bool has_nvfp4 = false;  // the kernels compute NVFP4 as it is
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
@@ -86,6 +89,7 @@ void FillInt12Kernels(CpuDenseKernels& kernels);
 namespace amx {
 void FillDenseKernels(CpuDenseKernels& kernels);
 void FillInt8Kernels(CpuDenseKernels& kernels);
+void FillBf16Kernels(CpuDenseKernels& kernels);
 }  // namespace amx
 
 }  // namespace turbomind

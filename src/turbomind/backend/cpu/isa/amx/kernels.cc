@@ -1,6 +1,7 @@
 // The kernels of a machine with AMX: the AVX-512 kernels, except where tiles are faster.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
+#include "turbomind/backend/cpu/isa/amx/bf16_linear.h"
 #include "turbomind/backend/cpu/isa/amx/linear.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 
@@ -20,6 +21,13 @@ void FillInt8Kernels(CpuDenseKernels& kernels) {
   kernels.pack_panel = PackInt8Panel;
   kernels.plan_panels = PlanInt8Panels;
   kernels.multiply = MultiplyInt8;
+}
+
+void FillBf16Kernels(CpuDenseKernels& kernels) {
+  kernels.pack_panel = PackBf16Panel;
+  kernels.plan_panels = PlanBf16Panels;
+  kernels.multiply = MultiplyBf16;
+  kernels.scratch_bytes = Bf16ScratchBytes;
 }
 
 void FillKvKernels(CpuKvKernels& kernels) {
