@@ -1,13 +1,14 @@
 // ⑥⑦ Linear layers on AMX tiles in BF16, for steps of many rows.
 //
-// Two adjacent tiles of weights, 32 outputs, are unpacked for 512 columns and multiplied with all
-// panels of the row block. They take 32 KiB of L1, and a panel of 32 rows streams from L2: per step
-// of 32 columns four loads of a register, of 1 KiB each, serve four products of 16 cycles. The sums
-// of a panel, 4 KiB, stay in four registers for these columns and wait in L2 for the next ones.
+// Two adjacent tiles of weights, 32 outputs, are unpacked for 512 columns during the products with
+// the first panel of the row block, and then multiplied with the others. They take 32 KiB of L1,
+// and a panel of 32 rows streams from L2: per step of 32 columns four loads of a register, of 1 KiB
+// each, serve four products of 16 cycles. The sums of a panel, 4 KiB, stay in four registers for
+// these columns and wait in L2 for the next ones.
 //
 // The column blocks of a group of pairs come one after the other, so that a column block of the
 // activations is read from L2 again for each pair. The group has as many pairs as kSumBytes hold.
-// Unpacking a pair takes about as long as multiplying it with two panels.
+// Unpacking a pair takes about as long as multiplying it with two or three panels.
 
 #include "turbomind/backend/cpu/isa/amx/bf16_linear.h"
 
@@ -51,11 +52,6 @@ struct StepRange {
 };
 
 constexpr int64_t NumPanels(int64_t rows) { return (rows + kBf16PanelRows - 1) / kBf16PanelRows; }
-
-// A pair of tiles, unpacked for a column block.
-struct PairWeights {
-  const uint8_t* tile[kPair] = {};  // [kBlockSteps, kBf16TileBytes] each
-};
 
 // The packed weights of a pair of tiles in a column block, which are prefetched during the products
 // with those before them. Many lines at once would take the buffers for which loads of registers
@@ -102,64 +98,86 @@ NextWeights WeightsAt(const MultiplyArgs& a, int tile, StepRange steps) {
                      kPair * tile_bytes / kParts, steps.count / kSteps * kBytes, kParts);
 }
 
-// Unpacks one tile for a column block to `to`.
+// The weights of a pair of tiles in a column block: those of MultiplyArgs, and where they are
+// unpacked to, [steps][2 tiles][kBf16TileBytes]. A pair without a second tile repeats the first.
 template <MatrixFormat F>
-void UnpackTile(const MultiplyArgs& a, int tile, StepRange steps, uint8_t* to) {
-  if constexpr (IsMxfp4(F)) {
-    alignas(64) uint8_t blocks[kBlockSteps * kMxTileBlockBytes];
-    TransposeBlocks<F>(RowsOfTile<F>(a, int64_t{tile} * kTileRows), steps.first, steps.count,
-                       blocks);
-    for (int64_t s = 0; s < steps.count; ++s) {
-      UnpackMxBlock<F>(blocks + s * kMxTileBlockBytes, to + s * kBf16TileBytes);
+class PairWeights {
+ public:
+  PairWeights(const MultiplyArgs& a, int tile, StepRange steps)
+      : first_step_(steps.first), to_(a.scratch), num_tiles_(a.num_tiles - tile > 1 ? 2 : 1) {
+    for (int t = 0; t < num_tiles_; ++t) {
+      from_[t] = a.tiles + (tile + t) * TileBytes(F, a.cols);
+      if constexpr (IsMxfp4(F)) {
+        TransposeBlocks<F>(RowsOfTile<F>(a, int64_t{tile + t} * kTileRows), steps.first,
+                           steps.count, transposed_[t]);
+      }
     }
-  } else {
-    const uint8_t* from = a.tiles + tile * TileBytes(F, a.cols);
-    for (int64_t s = 0; s < steps.count; ++s) {
-      if constexpr (F == MatrixFormat::kBF16) {
-        const int64_t at = (steps.first + s) * kBf16TileBytes;
-        CopyRows(from + at, (TileBytes(F, a.cols) - at) / 64, to + s * kBf16TileBytes);
+    rows_of_bf16_ = NumSteps(F, a.cols);
+  }
+
+  // Unpacks step `s` of the column block.
+  TM_HD void Unpack(int64_t s) const {
+    for (int t = 0; t < num_tiles_; ++t) {
+      uint8_t* to = to_ + (kPair * s + t) * kBf16TileBytes;
+      const int64_t step = first_step_ + s;
+      if constexpr (IsMxfp4(F)) {
+        UnpackMxBlock<F>(transposed_[t] + s * kMxTileBlockBytes, to);
+      } else if constexpr (F == MatrixFormat::kBF16) {
+        CopyRows(from_[t] + step * kBf16TileBytes, rows_of_bf16_ - step * 16, to);
       } else {
-        UnpackStep<F>(from, steps.first + s, to + s * kBf16TileBytes);
+        UnpackStep<F>(from_[t], step, to);
       }
     }
   }
-}
 
-// Unpacks the tiles [first, first + 2), or the last one alone, to a.scratch.
-template <MatrixFormat F>
-PairWeights UnpackPair(const MultiplyArgs& a, int first, StepRange steps) {
-  PairWeights pair;
-  for (int t = 0; t < kPair; ++t) {
-    if (first + t == a.num_tiles) {
-      pair.tile[t] = pair.tile[0];
-      break;
-    }
-    uint8_t* to = a.scratch + t * kBlockSteps * kBf16TileBytes;
-    UnpackTile<F>(a, first + t, steps, to);
-    pair.tile[t] = to;
+  const uint8_t* step(int64_t s) const { return to_ + kPair * s * kBf16TileBytes; }
+  int64_t second() const { return (num_tiles_ - 1) * kBf16TileBytes; }  // from the first tile
+
+ private:
+  const uint8_t* from_[kPair] = {};
+  int64_t first_step_;
+  uint8_t* to_;
+  int num_tiles_;
+  int64_t rows_of_bf16_ = 0;  // pairs of columns
+  alignas(64) uint8_t transposed_[kPair][IsMxfp4(F) ? kBlockSteps * kMxTileBlockBytes : 1];
+};
+
+// Adds the products of a step to the registers of sums. `all`: the panel has more than 16 rows.
+TM_HD void AddStep(const uint8_t* weights, int64_t second, const uint8_t* rows, bool all) {
+  LoadTile<kRowTiles>(rows, 64);
+  LoadTile<kWeightTiles>(weights, 64);
+  DotBf16<kSumTiles, kRowTiles, kWeightTiles>();
+  LoadTile<kWeightTiles + 1>(weights + second, 64);
+  DotBf16<kSumTiles + 1, kRowTiles, kWeightTiles + 1>();
+  if (all) {
+    LoadTile<kRowTiles + 1>(rows + kBf16TileBytes, 64);
+    DotBf16<kSumTiles + 2, kRowTiles + 1, kWeightTiles>();
+    DotBf16<kSumTiles + 3, kRowTiles + 1, kWeightTiles + 1>();
   }
-  return pair;
 }
 
-// Adds the products of a column block to the registers of sums. kAll: the panel has more than 16
-// rows.
-template <bool kAll>
-TM_HD void AddSteps(const PairWeights& pair, const uint8_t* panel, int64_t steps,
+// Adds the products of a column block with a panel.
+template <MatrixFormat F>
+TM_HD void AddSteps(const PairWeights<F>& pair, const uint8_t* panel, int64_t steps, bool all,
                     NextWeights& next) {
   for (int64_t s = 0; s < steps; ++s) {
     next.Fetch();
-    const uint8_t* rows = panel + s * kBf16PanelStep;
-    LoadTile<kRowTiles>(rows, 64);
-    LoadTile<kWeightTiles>(pair.tile[0] + s * kBf16TileBytes, 64);
-    DotBf16<kSumTiles, kRowTiles, kWeightTiles>();
-    LoadTile<kWeightTiles + 1>(pair.tile[1] + s * kBf16TileBytes, 64);
-    DotBf16<kSumTiles + 1, kRowTiles, kWeightTiles + 1>();
-    if constexpr (kAll) {
-      LoadTile<kRowTiles + 1>(rows + kBf16TileBytes, 64);
-      DotBf16<kSumTiles + 2, kRowTiles + 1, kWeightTiles>();
-      DotBf16<kSumTiles + 3, kRowTiles + 1, kWeightTiles + 1>();
-    }
+    AddStep(pair.step(s), pair.second(), panel + s * kBf16PanelStep, all);
   }
+}
+
+// Does the same with the first panel and unpacks the weights. The products of a step run while
+// AVX-512 unpacks the next one. A load of a register would wait for stores right before it.
+template <MatrixFormat F>
+TM_HD void UnpackAndAddSteps(const PairWeights<F>& pair, const uint8_t* panel, int64_t steps,
+                             bool all, NextWeights& next) {
+  pair.Unpack(0);
+  for (int64_t s = 1; s < steps; ++s) {
+    next.Fetch();
+    pair.Unpack(s);
+    AddStep(pair.step(s - 1), pair.second(), panel + (s - 1) * kBf16PanelStep, all);
+  }
+  AddStep(pair.step(steps - 1), pair.second(), panel + (steps - 1) * kBf16PanelStep, all);
 }
 
 TM_HD void ZeroSums() {
@@ -194,8 +212,11 @@ void WriteSums(const uint8_t* sums, int num_rows, const OutputRun& out) {
 
 // Multiplies a pair of tiles with all panels for one column block. `sums` are those of the pair:
 // [panels, kPanelSums].
-void MultiplyBlock(const MultiplyArgs& a, const PairWeights& pair, StepRange steps, uint8_t* sums,
-                   OutputRun out, NextWeights next) {
+template <MatrixFormat F>
+void MultiplyBlock(const MultiplyArgs& a, int tile, StepRange steps, uint8_t* sums,
+                   NextWeights next) {
+  const PairWeights<F> pair(a, tile, steps);
+  OutputRun out = OutputsOf(a, tile);
   const int64_t all_steps = Bf16Steps(a.cols);
   const uint8_t* panel = a.panels + steps.first * kBf16PanelStep;
   next.SpreadOver(NumPanels(a.num_rows) * steps.count);
@@ -206,10 +227,11 @@ void MultiplyBlock(const MultiplyArgs& a, const PairWeights& pair, StepRange ste
     } else {
       LoadSums(sums);
     }
-    if (left > kBf16PanelRows / 2) {
-      AddSteps<true>(pair, panel, steps.count, next);
+    const bool all = left > kBf16PanelRows / 2;
+    if (row == 0) {
+      UnpackAndAddSteps(pair, panel, steps.count, all, next);
     } else {
-      AddSteps<false>(pair, panel, steps.count, next);
+      AddSteps(pair, panel, steps.count, all, next);
     }
     StoreSums(sums);
     if (steps.first + steps.count == all_steps) {
@@ -238,8 +260,7 @@ void MultiplyGroup(const MultiplyArgs& a, int begin, int end) {
       } else if (s + kBlockSteps < all_steps) {
         next = WeightsAt<F>(a, begin, range(s + kBlockSteps));
       }
-      const PairWeights pair = UnpackPair<F>(a, tile, range(s));
-      MultiplyBlock(a, pair, range(s), sums, OutputsOf(a, tile), next);
+      MultiplyBlock<F>(a, tile, range(s), sums, next);
     }
   }
 }
