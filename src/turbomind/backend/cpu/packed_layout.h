@@ -30,7 +30,7 @@
 // holds the remaining rows.
 //
 // Activations are split into panels of kPanelRows rows. The last panel is packed for its R
-// remaining rows. isa/amx/linear.h defines the panels for AMX tiles. A step of a panel:
+// remaining rows. Headers in isa/amx define the panels for AMX tiles. A step of a panel:
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
 //   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, for formats with
