@@ -2,9 +2,9 @@
 //
 // Two adjacent tiles of weights, 32 outputs, are unpacked for 512 columns during the products with
 // the first panel of the row block, and then multiplied with the others. They take 32 KiB of L1,
-// and a panel of 32 rows streams from L2: per step of 32 columns four loads of a register, of 1 KiB
-// each, serve four products of 16 cycles. The sums of a panel, 4 KiB, stay in four registers for
-// these columns and wait in L2 for the next ones.
+// and a panel of 32 rows streams from L2, without staying in L1: per step of 32 columns four loads
+// of a register, of 1 KiB each, serve four products of 16 cycles. The sums of a panel, 4 KiB, stay
+// in four registers for these columns and wait in L2 for the next ones.
 //
 // The column blocks of a group of pairs come one after the other, so that a column block of the
 // activations is read from L2 again for each pair. The group has as many pairs as kSumBytes hold.
@@ -144,13 +144,13 @@ class PairWeights {
 
 // Adds the products of a step to the registers of sums. `all`: the panel has more than 16 rows.
 TM_HD void AddStep(const uint8_t* weights, int64_t second, const uint8_t* rows, bool all) {
-  LoadTile<kRowTiles>(rows, 64);
+  LoadStreamedTile<kRowTiles>(rows, 64);
   LoadTile<kWeightTiles>(weights, 64);
   DotBf16<kSumTiles, kRowTiles, kWeightTiles>();
   LoadTile<kWeightTiles + 1>(weights + second, 64);
   DotBf16<kSumTiles + 1, kRowTiles, kWeightTiles + 1>();
   if (all) {
-    LoadTile<kRowTiles + 1>(rows + kBf16TileBytes, 64);
+    LoadStreamedTile<kRowTiles + 1>(rows + kBf16TileBytes, 64);
     DotBf16<kSumTiles + 2, kRowTiles + 1, kWeightTiles>();
     DotBf16<kSumTiles + 3, kRowTiles + 1, kWeightTiles + 1>();
   }

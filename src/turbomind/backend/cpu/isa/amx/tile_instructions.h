@@ -24,6 +24,12 @@ TM_HD void LoadTile(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(T) : "memory");
 }
 
+// Does the same with the hint that the rows need not stay in L1.
+template <int T>
+TM_HD void LoadStreamedTile(const void* rows, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(T) : "memory");
+}
+
 template <int T>
 TM_HD void StoreTile(void* rows, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(stride), "i"(T) : "memory");

@@ -16,6 +16,10 @@ TM_HD void LoadTile(const void* rows, int64_t stride) {
   cpu_shim::LoadTile(T, rows, stride);
 }
 template <int T>
+TM_HD void LoadStreamedTile(const void* rows, int64_t stride) {
+  cpu_shim::LoadTile(T, rows, stride);
+}
+template <int T>
 TM_HD void StoreTile(void* rows, int64_t stride) {
   cpu_shim::StoreTile(T, rows, stride);
 }
