@@ -86,6 +86,22 @@ Matrix RandomBytes(MatrixFormat format, int64_t rows, int64_t cols, uint32_t see
   return m;
 }
 
+// Sets the first scale of an output to the exponent of MXFP4, or to FP16 with this upper byte.
+void SetScale(Matrix& m, int64_t output, uint8_t upper) {
+  if (m.format == MatrixFormat::kMxfp4Split) {
+    m.scales[static_cast<size_t>(output * m.cols / 32)] = upper;
+    return;
+  }
+  const auto row = static_cast<size_t>(output) * m.bytes.size() / static_cast<size_t>(m.rows);
+  if (m.format == MatrixFormat::kMxfp4) {
+    m.bytes[row] = upper;
+    return;
+  }
+  const size_t at = row + (m.format == MatrixFormat::kQ6_K ? 208 : 0);
+  m.bytes[at] = 0;
+  m.bytes[at + 1] = upper;
+}
+
 // Returns the weights as the kernels round them: [rows, cols].
 std::vector<float> RoundedWeights(const Matrix& m) {
   std::vector<float> weights(static_cast<size_t>(m.rows * m.cols));
@@ -130,6 +146,25 @@ void CheckProduct(const Matrix& m, const std::vector<float>& x, const std::vecto
   }
 }
 
+// Checks that the products with the rows of the identity are the weights.
+void CheckWeights(const Matrix& m) {
+  const auto device = MakeBf16Device(2);
+  const std::vector<float> weights = RoundedWeights(m);
+  std::vector<float> x(static_cast<size_t>(m.cols * (m.cols + kPad)));
+  for (int64_t c = 0; c < m.cols; ++c) {
+    x[static_cast<size_t>(c * (m.cols + kPad) + c)] = 1.f;  // row c selects column c
+  }
+  const auto y =
+      RunLinear(*device, *device->PackMatrix(m.source(), false), x, {}, {static_cast<int>(m.cols)});
+  CAPTURE(static_cast<int>(m.format));
+  for (int64_t c = 0; c < m.cols; ++c) {
+    for (int64_t o = 0; o < m.rows; ++o) {
+      REQUIRE(y[static_cast<size_t>(c * (m.rows + kPad) + o)] ==
+              weights[static_cast<size_t>(o * m.cols + c)]);
+    }
+  }
+}
+
 // Returns row `row` of a result with `rows` outputs.
 std::vector<float> RowOf(const std::vector<float>& y, int64_t row, int64_t rows) {
   const auto begin = y.begin() + row * (rows + kPad);
@@ -142,25 +177,23 @@ TEST_CASE("BF16 tiles multiply with the weights of the format, rounded to neares
   if (!HasAmx()) {
     return;
   }
-  const auto device = MakeBf16Device(2);
   for (MatrixFormat format : kFormats) {
     for (int64_t cols : {256, 768}) {
-      const Matrix m = RandomBytes(format, 37, cols, static_cast<uint32_t>(cols));
-      const std::vector<float> weights = RoundedWeights(m);
-      std::vector<float> x(static_cast<size_t>(cols * (cols + kPad)));
-      for (int64_t c = 0; c < cols; ++c) {
-        x[static_cast<size_t>(c * (cols + kPad) + c)] = 1.f;  // row c selects column c
-      }
-      const auto y = RunLinear(*device, *device->PackMatrix(m.source(), false), x, {},
-                               {static_cast<int>(cols)});
-      CAPTURE(static_cast<int>(format));
-      for (int64_t c = 0; c < cols; ++c) {
-        for (int64_t o = 0; o < m.rows; ++o) {
-          REQUIRE(y[static_cast<size_t>(c * (m.rows + kPad) + o)] ==
-                  weights[static_cast<size_t>(o * cols + c)]);
-        }
-      }
+      CheckWeights(RandomBytes(format, 37, cols, static_cast<uint32_t>(cols)));
     }
+  }
+}
+
+TEST_CASE("BF16 tiles multiply with every finite power of two of MXFP4") {
+  if (!HasAmx()) {
+    return;
+  }
+  for (MatrixFormat format : {MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split}) {
+    Matrix m = RandomBytes(format, 253, 32, 1);
+    for (int e = 0; e < 253; ++e) {
+      SetScale(m, e, static_cast<uint8_t>(e));
+    }
+    CheckWeights(m);
   }
 }
 
@@ -377,15 +410,16 @@ TEST_CASE("a scale that is NaN or infinite affects only its output on BF16 tiles
     return;
   }
   const auto device = MakeBf16Device(1);
-  for (MatrixFormat format : {MatrixFormat::kQ4_0, MatrixFormat::kQ4_1, MatrixFormat::kQ8_0,
-                              MatrixFormat::kQ4_K, MatrixFormat::kQ5_K}) {
+  for (MatrixFormat format : kFormats) {
+    if (format == MatrixFormat::kBF16) {
+      continue;
+    }
     const Matrix clean = RandomBytes(format, 40, 256, 21);
     const std::vector<float> x = RandomVector(40 * (256 + kPad), 22);
     const auto want = RunLinear(*device, *device->PackMatrix(clean.source(), false), x, {}, {40});
     for (int upper : {0x7c, 0x7e, 0xfc}) {
       Matrix m = clean;
-      m.bytes[m.bytes.size() / 40 * 5] = 0;
-      m.bytes[m.bytes.size() / 40 * 5 + 1] = static_cast<uint8_t>(upper);  // of output 5
+      SetScale(m, 5, static_cast<uint8_t>(IsMxfp4(format) ? 255 : upper));
       const auto y = RunLinear(*device, *device->PackMatrix(m.source(), false), x, {}, {40});
       for (size_t i = 0; i < y.size(); ++i) {
         if (i % (40 + kPad) == 5) {
