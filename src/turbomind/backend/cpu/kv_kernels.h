@@ -103,8 +103,9 @@ constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
   const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
   // K and V tile, their metadata, scores, queries (also rounded, twice), running and finished
   // states, visible ranges of the rows.
-  return 2 * kTileTokens * head_dim + 2 * kTileTokens * (head_dim / 16 + 2) + rows * kTileTokens +
-         (7 * rows * head_dim + 1) / 2 + (rows + 16) * head_dim + 16 * rows;
+  return kTileTokens * (2 * head_dim + 16) + 2 * kTileTokens * (head_dim / 16 + 2) +
+         rows * kTileTokens + (7 * rows * head_dim + 1) / 2 + (rows + 16) * (head_dim + 16) +
+         16 * rows;
 }
 
 namespace scalar {

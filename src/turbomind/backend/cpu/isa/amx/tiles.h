@@ -23,6 +23,15 @@ struct TileShape {
 };
 static_assert(sizeof(TileShape) == 64);
 
+// Returns the shape of eight full registers.
+inline TileShape FullShape() {
+  TileShape shape;
+  for (int i = 0; i < 8; ++i) {
+    shape.Set(i, 16, 64);
+  }
+  return shape;
+}
+
 // Configures the tile registers of this thread, filled with zeros, and releases them at the end.
 class TileConfig {
  public:

@@ -18,23 +18,12 @@
 
 namespace turbomind::TM_ISA {
 
-inline constexpr int kTileRegister = 1024;  // bytes of 16 rows
-inline constexpr int kRegisterRows = 16;
 inline constexpr int kScoreGroups = 4;  // groups whose sums are computed together
 
 // E2M1 values times two, as BF16.
 alignas(64) inline constexpr uint16_t kDoubledE2m1Bf16[16] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
     0x0000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
-
-// All registers are full: 16 rows of 64 bytes.
-inline TileShape FullShape() {
-  TileShape shape;
-  for (int i = 0; i < 8; ++i) {
-    shape.Set(i, kRegisterRows, 64);
-  }
-  return shape;
-}
 
 struct UpperHalves {
   alignas(64) uint16_t from[32];

@@ -19,7 +19,11 @@ inline constexpr int kRows = 2;
 inline constexpr int kColumns = 2;
 #endif
 
-// The working data of one item. The arrays point into the caller's scratch.
+inline constexpr int kRegisterRows = 16;    // of an AMX tile register
+inline constexpr int kTileRegister = 1024;  // its bytes
+
+// The working data of one item. The arrays point into the caller's scratch. o and state have rows
+// up to a multiple of kRegisterRows.
 struct Block {
   const PrefillRowsArgs* args = nullptr;
   int head_dim = 0;
@@ -40,7 +44,7 @@ struct Block {
   float* tile = nullptr;         // [rows]
   float* qsum = nullptr;         // [rows]
   int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, if keys are integers
-  float* halves = nullptr;       // for AMX tiles: [rows, a multiple of 16][head_dim]
+  float* halves = nullptr;       // queries for AMX: [rows, a multiple of 16][head_dim + 16]
   float* q_scale = nullptr;      // [rows] RoundedQuery::scale
   float* rounded_sum = nullptr;  // [rows]
   Visible* visible = nullptr;    // [tokens]
