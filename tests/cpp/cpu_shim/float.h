@@ -2,6 +2,7 @@
 
 // Arithmetic on FP32 lanes.
 
+#include <algorithm>
 #include <cmath>
 
 #include "cpu_shim/registers.h"
@@ -69,6 +70,29 @@ inline __m512 _mm512_div_ps(__m512 a, __m512 b) { return a / b; }
       cpu_shim::Require(false, "this rounding is missing in tests/cpp/cpu_shim");
       return a;
   }
+}
+
+// Returns x minus the largest integer that is not above it; zero for infinities.
+[[gnu::noinline]] inline __m512 _mm512_reduce_ps(__m512 a, int how) {
+  cpu_shim::Require((how & ~_MM_FROUND_NO_EXC) == _MM_FROUND_TO_NEG_INF,
+                    "this reduction is missing in tests/cpp/cpu_shim");
+  return cpu_shim::Map<float>([](float x) { return std::isinf(x) ? -0.f : x - std::floor(x); }, a);
+}
+
+// Returns a * 2^floor(b) with one rounding. An infinite b gives infinity or zero, except for the
+// products of zero and infinity, which give NaN.
+[[gnu::noinline]] inline __m512 _mm512_scalef_ps(__m512 a, __m512 b) {
+  return cpu_shim::Map<float>(
+      [](float x, float y) {
+        if (std::isnan(x) || std::isnan(y)) {
+          return x + y;
+        }
+        if (std::isinf(y)) {
+          return x * (y > 0.f ? y : 0.f);
+        }
+        return std::ldexp(x, static_cast<int>(std::clamp(std::floor(y), -1000.f, 1000.f)));
+      },
+      a, b);
 }
 
 }  // namespace turbomind

@@ -156,6 +156,32 @@ TEST_CASE("ternary logic looks up every bit") {
   }
 }
 
+TEST_CASE(
+    "the fraction of a number and its product with a power of two are what hardware returns") {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const auto fraction = [](float x) {
+    return _mm512_cvtss_f32(
+        _mm512_reduce_ps(_mm512_set1_ps(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  };
+  CHECK(fraction(2.75f) == 0.75f);
+  CHECK(fraction(-2.75f) == 0.25f);
+  CHECK(fraction(-0x1p-60f) == 1.f);  // rounded
+  CHECK(fraction(-kInf) == 0.f);
+  CHECK(std::isnan(fraction(std::numeric_limits<float>::quiet_NaN())));
+  const auto scaled = [](float x, float exponent) {
+    return _mm512_cvtss_f32(_mm512_scalef_ps(_mm512_set1_ps(x), _mm512_set1_ps(exponent)));
+  };
+  CHECK(scaled(1.5f, 2.9f) == 6.f);
+  CHECK(scaled(1.5f, -2.1f) == 0.1875f);
+  CHECK(scaled(1.f, -130.f) == kTiny);
+  CHECK(scaled(1.f, -1e30f) == 0.f);
+  CHECK(scaled(-1.f, kInf) == -kInf);
+  CHECK(scaled(1.f, -kInf) == 0.f);
+  CHECK(std::isnan(scaled(0.f, kInf)));
+  CHECK(std::isnan(scaled(kInf, -kInf)));
+  CHECK(std::isnan(scaled(1.f, std::numeric_limits<float>::quiet_NaN())));
+}
+
 TEST_CASE("masked lanes are neither read nor written") {
   constexpr size_t kPage = 4096;
   auto* memory = static_cast<char*>(
