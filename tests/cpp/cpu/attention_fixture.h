@@ -100,6 +100,7 @@ struct Run {
   const Case& c;
   Caches& caches;
   const Inputs& in;
+  Device* device = nullptr;  // runs the op instead of the kernels if it is set
 };
 
 // The block tables of one step. Each holds only the blocks that some query of [begin, begin +
@@ -165,7 +166,9 @@ inline void RunStep(const Run& run, int begin, int count, float* out) {
     p.batch.window16_tables = tables.window16.data();
   }
   CpuKvScratch memory;
-  if (count == 1) {
+  if (run.device != nullptr) {
+    invokePrefillAttention(*run.device, p);
+  } else if (count == 1) {
     CpuDecodeAttention(run.kernels, run.pool, memory, p);
   } else {
     CpuPrefillAttention(run.kernels, run.pool, memory, p);

@@ -63,6 +63,9 @@ class CpuDevice final : public Device {
     } else {
       FillWith(scalar::FillDenseKernels, scalar::FillInt8Kernels, scalar::FillKvKernels);
     }
+    if (isa_ == "amx" && !options_.deterministic) {
+      amx::FillBf16KvKernels(kv_);
+    }
   }
 
   DeviceCapability capability() const override {

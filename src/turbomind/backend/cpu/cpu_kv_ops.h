@@ -1,7 +1,7 @@
 #pragma once
 
 // ⑥⑦ The KV cache ops of the CPU device. They split the work into items of the thread pool and call
-// the kernels of one instruction set. The split never changes a bit of the result. The arguments
+// the kernels of one instruction set. Threads never change a bit of the result. The arguments
 // are already checked (ops/). Call them from one thread.
 
 #include <cstddef>

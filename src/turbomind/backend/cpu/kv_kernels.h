@@ -2,7 +2,8 @@
 
 // ⑥⑦ The kernels over the KV cache, compiled once per instruction set (isa/) and passed as function
 // pointers. Only plain structs: files of different instruction sets must share no inline code
-// through this header. Every kernel returns the same bits with every instruction set.
+// through this header. Every kernel returns the same bits with every instruction set, except those
+// of FillBf16KvKernels.
 //
 // The attention state of one query head over some positions is kStateHeader + head_dim floats: (m,
 // l, o[head_dim]). m is the largest score in units of log2, rounded up; l = Σ 2^(score - m) and o =
@@ -119,6 +120,12 @@ void FillKvKernels(CpuKvKernels& kernels);
 }
 namespace amx {
 void FillKvKernels(CpuKvKernels& kernels);
-}
+// Replaces prefill_rows by a kernel that computes items of at least 16 rows in BF16, unless they
+// are exact (CpuOptions::deterministic). The bits of a row do not depend on the other rows, but
+// they are not those of decode_splits. An output changes by about 2^-9 of the largest |v|, or 2^-8
+// if the values are not BF16 numbers (FP16, FP32, int8, int4). REQUIRES: the other kernels are
+// those of amx::FillKvKernels.
+void FillBf16KvKernels(CpuKvKernels& kernels);
+}  // namespace amx
 
 }  // namespace turbomind

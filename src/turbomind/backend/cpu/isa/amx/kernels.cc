@@ -7,6 +7,7 @@
 
 namespace turbomind::amx {
 void PrefillRows(const PrefillRowsArgs& args);
+void PrefillRowsBf16(const PrefillRowsArgs& args);
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
   avx512::FillDenseKernels(kernels);
@@ -34,5 +35,7 @@ void FillKvKernels(CpuKvKernels& kernels) {
   avx512::FillKvKernels(kernels);
   kernels.prefill_rows = PrefillRows;
 }
+
+void FillBf16KvKernels(CpuKvKernels& kernels) { kernels.prefill_rows = PrefillRowsBf16; }
 
 }  // namespace turbomind::amx

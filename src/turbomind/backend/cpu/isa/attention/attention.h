@@ -9,5 +9,8 @@ namespace turbomind::TM_ISA {
 void DecodeSplits(const DecodeSplitsArgs& args);
 void MergeSplits(const MergeSplitsArgs& args);
 void PrefillRows(const PrefillRowsArgs& args);
+#if defined(TM_ISA_amx)
+void PrefillRowsBf16(const PrefillRowsArgs& args);  // FillBf16KvKernels
+#endif
 
 }  // namespace turbomind::TM_ISA
