@@ -187,7 +187,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
   const KvLayerView& kv = params.kv;
   const BatchView& batch = params.batch;
   const int group = params.q_heads / kv.kv_heads;
-  const int tokens_per_item = std::max(1, kPrefillRows / group);
+  const int tokens_per_item = std::max(1, kernels.item_rows / group);
   std::vector<int64_t>& starts = memory.starts;
   starts.assign(1, 0);
   for (int seq = batch.num_decode; seq < batch.num_seqs; ++seq) {
@@ -195,7 +195,8 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     starts.push_back(starts.back() +
                      (tokens + tokens_per_item - 1) / tokens_per_item * kv.kv_heads);
   }
-  const int64_t scratch_floats = (PrefillScratchFloats(group, kv.head_dim) + 15) / 16 * 16;
+  const int64_t scratch_floats =
+      (PrefillScratchFloats(tokens_per_item * group, kv.head_dim) + 15) / 16 * 16;
   float* const scratch = memory.Get(scratch_floats * pool.num_threads());
   const int64_t num_items = starts.back();
   pool.ParallelFor(num_items, [&](int64_t reversed, int worker) {

@@ -18,7 +18,7 @@ namespace turbomind {
 
 inline constexpr int kStateHeader = 2;
 inline constexpr int kMaxHeadDim = 256;
-// Maximum number of query rows (new tokens × heads of a group) of one prefill item.
+// Usual maximum number of query rows (new tokens × heads of a group) of one prefill item.
 inline constexpr int kPrefillRows = 96;
 
 // One KV head of a sequence's cache.
@@ -65,7 +65,7 @@ struct PrefillRowsArgs {
   int64_t q_stride = 0;      // floats between tokens
   float* out = nullptr;      // [group, head_dim] of the first token
   int64_t out_stride = 0;
-  int num_tokens = 0;  // num_tokens * group <= kPrefillRows, or 1 token of a larger group
+  int num_tokens = 0;  // num_tokens * group <= item_rows, or 1 token of a larger group
   int position = 0;    // position of the first token
   int context_len = 0;
   int group = 0;
@@ -77,7 +77,7 @@ struct PrefillRowsArgs {
   // [group] of the first token; the next ones are q_dot_mean_stride apart. Null means no mean.
   const float* q_dot_mean = nullptr;
   int64_t q_dot_mean_stride = 0;
-  float* scratch = nullptr;  // PrefillScratchFloats(group, head_dim), 64-byte aligned
+  float* scratch = nullptr;  // PrefillScratchFloats, 64-byte aligned
 };
 
 // K and V of one token and KV head. The head and its query heads get bias, norm, RoPE, mean and
@@ -95,13 +95,14 @@ struct CpuKvKernels : CpuRowKernels {
   void (*decode_splits)(const DecodeSplitsArgs&) = nullptr;
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
+  int item_rows = kPrefillRows;  // of prefill_rows
   // Returns the counts of K and V.
   RowCounts (*write_head)(const WriteHeadArgs&) = nullptr;
 };
 
-// Returns the size of the scratch of prefill_rows, in floats.
-constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
-  const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
+// Returns the size of the scratch of prefill_rows, in floats, for up to `max_rows` rows.
+constexpr int64_t PrefillScratchFloats(int max_rows, int head_dim) {
+  const int64_t rows = max_rows + 8;
   // K and V tile, their metadata, scores, queries (also rounded, twice), running and finished
   // states, visible ranges of the rows.
   return kTileTokens * (2 * head_dim + 16) + 2 * kTileTokens * (head_dim / 16 + 2) +

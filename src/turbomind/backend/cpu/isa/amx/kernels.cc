@@ -36,6 +36,9 @@ void FillKvKernels(CpuKvKernels& kernels) {
   kernels.prefill_rows = PrefillRows;
 }
 
-void FillBf16KvKernels(CpuKvKernels& kernels) { kernels.prefill_rows = PrefillRowsBf16; }
+void FillBf16KvKernels(CpuKvKernels& kernels) {
+  kernels.prefill_rows = PrefillRowsBf16;
+  kernels.item_rows = 2 * kPrefillRows;  // unpacking a tile takes longer than 16 rows
+}
 
 }  // namespace turbomind::amx
