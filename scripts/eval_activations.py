@@ -3,7 +3,8 @@
     python scripts/eval_activations.py MODEL TEXT... --context 512 --max-tokens 2048
 
 For each text, it prints perplexity, KL divergence and top-1 agreement (lmdeploy/lite/divergence.py)
-with activations of 16 bits and of 8 bits (`gemm_input_dtype`). K and V are stored in 16 bits.
+with `deterministic`, with the default, which differs on AVX-512 and AMX, and with activations of 8
+bits (`gemm_input_dtype`). K and V are stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from eval_ppl import positive
 from lmdeploy.lite.divergence import Score, add_pieces, cut_contexts, raw_none, read_text
 from lmdeploy.lite.prompt_engine import Floats, OpenModel, PromptEngine, open_model
 
-INT8_OF_LABEL = {"16 bits": False, "int8": True}
+OPTIONS_OF_LABEL = {
+    "deterministic": {},
+    "default": {"deterministic": False},
+    "int8": {"int8_activations": True},
+}
 
 
 def logits(model: OpenModel, ids: Sequence[int]) -> Floats:
@@ -31,13 +36,13 @@ def logits(model: OpenModel, ids: Sequence[int]) -> Floats:
 
 def compare(path: str, contexts: Sequence[Sequence[int]]) -> dict[str, Score]:
     """Return the scores of a text by label."""
-    scores = {label: Score() for label in INT8_OF_LABEL}
+    scores = {label: Score() for label in OPTIONS_OF_LABEL}
     exact = open_model(path, exact=True)
     references = [logits(exact, ids) for ids in contexts]
     del exact
     served = open_model(path)
-    for label, int8 in INT8_OF_LABEL.items():
-        model = dataclasses.replace(served, int8_activations=int8)
+    for label, options in OPTIONS_OF_LABEL.items():
+        model = dataclasses.replace(served, **options)
         for ids, reference in zip(contexts, references, strict=True):
             add_pieces(scores[label], [logits(model, ids)], ids=ids, reference=reference)
     return scores
@@ -56,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table."""
     options = parse_arguments(arguments)
-    print(f"{'text':<24} {'activations':<12} {'ppl':>9} {'KL':>10} {'top-1':>8} {'tokens':>7}")
+    print(f"{'text':<24} {'arithmetic':<14} {'ppl':>9} {'KL':>10} {'top-1':>8} {'tokens':>7}")
     try:
         tokenizer = open_model(options.model).loaded.tokenizer
         for path in options.texts:
@@ -65,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for label, score in compare(options.model, contexts).items():
                 row = score.report()
                 print(
-                    f"{path.name:<24} {label:<12} {row['ppl']:>9.4f} {row['kl_mean']:>10.2e} "
+                    f"{path.name:<24} {label:<14} {row['ppl']:>9.4f} {row['kl_mean']:>10.2e} "
                     f"{row['top1']:>8.4f} {row['tokens']:>7}"
                 )
     except (ValueError, OSError) as error:

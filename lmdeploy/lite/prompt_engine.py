@@ -32,12 +32,17 @@ class OpenModel:
     loaded: LoadedModel
     threads: int
     int8_activations: bool = False
+    deterministic: bool = True
 
     def make_device(self) -> _turbomind.Device:
         """Return a new device that computes the model."""
         from lmdeploy import _turbomind
 
-        return _turbomind.make_cpu_device(self.threads, int8_activations=self.int8_activations)
+        return _turbomind.make_cpu_device(
+            self.threads,
+            int8_activations=self.int8_activations,
+            deterministic=self.deterministic,
+        )
 
     @property
     def config(self) -> _turbomind.ModelConfig:
