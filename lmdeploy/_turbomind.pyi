@@ -233,6 +233,8 @@ class Device:
     @property
     def gemm_backend(self) -> str: ...  # library of matrix multiplication; empty on the CPU
     @property
+    def gemm_input_dtype(self) -> str: ...  # int8, int12, int16 or bfloat16
+    @property
     def free_bytes(self) -> int | None: ...  # of its own memory; None: it uses the host's
     @property
     def capability(self) -> DeviceCapability: ...

@@ -62,7 +62,7 @@ class LoadedEngine:
     model_path: str = ""
     model_type: str = ""
     device_line: str = ""
-    gemm_input_dtype: str | None = None  # None means 16 bits
+    gemm_input_dtype: str = "int16"
     on_close: Callable[[], None] = lambda: None
     cache_identity: Callable[[], dict[str, Any]] = dict  # what determines the bytes of a KV block
     kv_traffic: PrefixTraffic | None = None  # None without a store
@@ -172,7 +172,7 @@ def load_engine_with(
         model_path=model_path,
         model_type=model.model_type,
         device_line=device_line(device),
-        gemm_input_dtype=config.gemm_input_dtype,
+        gemm_input_dtype=device.gemm_input_dtype,
         on_close=core.on_close,
         cache_identity=identity,
         kv_traffic=traffic,

@@ -52,8 +52,11 @@ def identity_of_cache(
         "rope_factor": float(config.rope_scaling_factor),
         "session_len": config.session_len if depends_on_length else None,
     }
-    if config.gemm_input_dtype is not None:  # stores of the default lack this key
+    # Stores of the defaults lack these keys.
+    if config.gemm_input_dtype is not None:
         known["gemm_input_dtype"] = config.gemm_input_dtype
+    if config.deterministic:
+        known["deterministic"] = True
     calibration = kv.calibration
 
     @functools.cache

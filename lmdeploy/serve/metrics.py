@@ -184,7 +184,7 @@ class _EngineCollector(Collector):
             "Type of activations that are multiplied with quantized matrices, as a label.",
             labels=["model_name", "gemm_input_dtype"],
         )
-        info.add_metric([*self._labels, self._engine.loaded.gemm_input_dtype or "int16"], 1)
+        info.add_metric([*self._labels, self._engine.loaded.gemm_input_dtype], 1)
         return info
 
     def _vllm_cache_info(self, stats: _turbomind.EngineStats) -> Metric:

@@ -59,6 +59,7 @@ void DefDevices(py::module_& m) {
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)
       .def_property_readonly("gemm_backend", &Device::gemm_backend)
+      .def_property_readonly("gemm_input_dtype", &Device::gemm_input_dtype)
       .def_property_readonly("free_bytes", &Device::free_bytes)
       .def_property_readonly("capability", &Device::capability);
   m.def(

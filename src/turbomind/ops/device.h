@@ -23,6 +23,9 @@ class Device : public DeviceMemory {
   // Returns which library or kernels compute matrix products, if there is a choice: e.g. "cuBLASLt
   // 13.0", or "own kernels: " and the reason.
   virtual std::string gemm_backend() const { return {}; }
+  // Returns the type of the activations that most quantized matrices are multiplied with, if a step
+  // has many rows: int8, int12, int16 or bfloat16.
+  virtual std::string gemm_input_dtype() const { return "bfloat16"; }
 
   // Returns the free bytes of the device's own memory, which other processes may share. Without a
   // value, the device uses the host's memory.

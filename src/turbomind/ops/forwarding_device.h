@@ -25,6 +25,7 @@ class ForwardingDevice : public Device {
   DeviceCapability capability() const override { return device_->capability(); }
   std::string name() const override { return device_->name(); }
   std::string gemm_backend() const override { return device_->gemm_backend(); }
+  std::string gemm_input_dtype() const override { return device_->gemm_input_dtype(); }
   std::optional<int64_t> free_bytes() const override { return device_->free_bytes(); }
   void RequireAttention(const KvLayerView& layer) const override {
     device_->RequireAttention(layer);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fake_engine import make_engine
 from serving import serving
 from tiny_models import TINY_MODELS, make_model, save_model
 
-from lmdeploy import TurbomindEngineConfig
+from lmdeploy import TurbomindEngineConfig, _turbomind
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.cli.main import make_parser
 from lmdeploy.cli.serve import dry_run_lines
@@ -80,13 +81,22 @@ def test_start_lines_and_dry_run_say_so(llama: Path) -> None:
         loaded.cpp_engine.close()
 
 
-@pytest.mark.parametrize(("value", "label"), [(None, "int16"), ("int8", "int8")])
-def test_metrics_say_so(value: str | None, label: str) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_metrics_say_so(dtype: str) -> None:
     engine = make_engine()
-    engine.loaded.gemm_input_dtype = value
+    engine.loaded.gemm_input_dtype = dtype
     with serving(engine) as url:
         text = httpx.get(f"{url}/metrics").text
-    assert f'lmdeploy:gemm_info{{gemm_input_dtype="{label}",model_name="m"}} 1.0' in text
+    assert f'lmdeploy:gemm_info{{gemm_input_dtype="{dtype}",model_name="m"}} 1.0' in text
+
+
+def test_deterministic_engines_keep_16_bits() -> None:
+    config = TurbomindEngineConfig(device_type="cpu", num_threads=1, deterministic=True)
+    assert devices.open_device(config).gemm_input_dtype == "int16"
+    default = devices.open_device(dataclasses.replace(config, deterministic=False))
+    fastest = _turbomind.available_cpu_isas()[-1]
+    expected = {"amx": "bfloat16", "avx512": "int12"}.get(fastest, "int16")
+    assert default.gemm_input_dtype == expected
 
 
 def test_a_store_of_blocks_separates_them(llama: Path) -> None:
@@ -96,6 +106,8 @@ def test_a_store_of_blocks_separates_them(llama: Path) -> None:
 
     plain = identity(TurbomindEngineConfig(num_threads=1, session_len=64))
     assert identity(INT8) == {**plain, "gemm_input_dtype": "int8"}
+    config = TurbomindEngineConfig(num_threads=1, session_len=64, deterministic=True)
+    assert identity(config) == {**plain, "deterministic": True}
 
 
 def test_only_quantized_matrices_are_affected(llama: Path) -> None:

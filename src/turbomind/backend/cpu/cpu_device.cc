@@ -81,6 +81,15 @@ class CpuDevice final : public Device {
            (threads == 1 ? " thread" : " threads") + activations() + ")";
   }
 
+  std::string gemm_input_dtype() const override {
+    if (options_.int8_activations) {
+      return "int8";
+    }
+    return is_free() && isa_ == "avx512" ? "int12"
+           : is_free() && isa_ == "amx"  ? "bfloat16"
+                                         : "int16";
+  }
+
   void* Reserve(size_t num_bytes) override { return ReservePages(num_bytes); }
   void Release(void* memory, size_t num_bytes) override { ReleasePages(memory, num_bytes); }
   void Copy(void* to, const void* from, size_t num_bytes) override {
@@ -143,14 +152,11 @@ class CpuDevice final : public Device {
   bool is_free() const { return !options_.deterministic && !options_.int8_activations; }
 
   // Returns the part of the name about activations that do not have 16 bits.
-  const char* activations() const {
-    if (options_.int8_activations) {
-      return ", int8 activations";
-    }
-    return !is_free()         ? ""
-           : isa_ == "avx512" ? ", 12-bit activations"
-           : isa_ == "amx"    ? ", BF16 tiles"
-                              : "";
+  std::string activations() const {
+    const std::string dtype = gemm_input_dtype();
+    return dtype == "int16"      ? ""
+           : dtype == "bfloat16" ? ", BF16 tiles"
+                                 : ", " + dtype + " activations";
   }
 
   void FillWith(void (*dense)(CpuDenseKernels&), void (*int8)(CpuDenseKernels&),
