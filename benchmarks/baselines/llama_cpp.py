@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,12 @@ KERNEL_SYMBOLS = {
 
 
 def library_bytes() -> bytes:
-    """Return the CPU library of llama-cpp-python, or nothing if it has another layout."""
-    library = Path(llama_cpp.__file__).parent / "lib/libggml-cpu.so"
+    """Return the CPU library of llama-cpp-python, or nothing if it has another layout.
+
+    LLAMA_CPP_LIB_PATH is the folder from which llama-cpp-python loads its libraries, if it is set.
+    """
+    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib"
+    library = Path(folder) / "libggml-cpu.so"
     return library.read_bytes() if library.is_file() else b""
 
 
