@@ -37,14 +37,6 @@ constexpr int kSumTiles = 0;
 constexpr int kRowTiles = 4;
 constexpr int kWeightTiles = 6;
 
-TileShape Shape() {
-  TileShape shape;
-  for (int i = 0; i < 8; ++i) {
-    shape.Set(i, 16, 64);
-  }
-  return shape;
-}
-
 // A column block: the steps [first, first + count).
 struct StepRange {
   int64_t first = 0;
@@ -267,7 +259,7 @@ void MultiplyGroup(const MultiplyArgs& a, int begin, int end) {
 
 template <MatrixFormat F>
 void MultiplyFormat(const MultiplyArgs& a) {
-  const TileConfig config(Shape());
+  const TileConfig config(FullShape());
   const int group = kPair * static_cast<int>(kSumBytes / (NumPanels(a.num_rows) * kPanelSums));
   for (int begin = 0; begin < a.num_tiles; begin += group) {
     MultiplyGroup<F>(a, begin, a.num_tiles - begin < group ? a.num_tiles : begin + group);
