@@ -1,4 +1,4 @@
-// Prefill attention in BF16 on AMX (isa/amx/bf16_attention.cc).
+// Prefill attention in BF16 on AMX (isa/attention/bf16_attention.cc).
 
 #include <doctest/doctest.h>
 

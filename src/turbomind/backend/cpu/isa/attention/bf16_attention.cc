@@ -8,10 +8,10 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/amx/bf16_attention_load.h"
-#include "turbomind/backend/cpu/isa/amx/bf16_attention_softmax.h"
 #include "turbomind/backend/cpu/isa/amx/tiles.h"
 #include "turbomind/backend/cpu/isa/attention/attention.h"
+#include "turbomind/backend/cpu/isa/attention/bf16_attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/bf16_attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/prefill_attention_item.h"
 
 namespace turbomind::TM_ISA {
