@@ -88,7 +88,7 @@ def speed_table(machine: str) -> str:
     rows = rows_of(machine)
     # A model of which little was measured gets no column.
     counts = {model: sum((name, model) in rows for name in WORKLOADS) for model in MODELS}
-    models = [model for model in MODELS if counts[model] > len(WORKLOADS) / 2]
+    models = [model for model in MODELS if counts[model] >= len(WORKLOADS) / 3]
     if len(models) == 1:
         names = [name for name in WORKLOADS if (name, models[0]) in rows]
         return narrow_table({name: rows[name, models[0]] for name in names})
