@@ -27,7 +27,9 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine():
-    config = TurbomindEngineConfig(quant_policy=16, session_len=2048, max_batch_size=8)
+    config = TurbomindEngineConfig(
+        quant_policy=16, session_len=2048, max_batch_size=8, deterministic=True
+    )
     return AsyncEngine.load("smollm2", config, progress=False)
 
 
