@@ -14,6 +14,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from eval_ppl import positive
@@ -21,7 +22,7 @@ from eval_ppl import positive
 from lmdeploy.lite.divergence import Score, add_pieces, cut_contexts, raw_none, read_text
 from lmdeploy.lite.prompt_engine import Floats, OpenModel, PromptEngine, open_model
 
-OPTIONS_OF_LABEL = {
+OPTIONS_OF_LABEL: dict[str, dict[str, Any]] = {
     "deterministic": {},
     "default": {"deterministic": False},
     "int8": {"int8_activations": True},

@@ -83,9 +83,9 @@ class TurbomindEngineConfig:
         devices: the index of the GPU, as in [0]. Several GPUs are not supported.
         num_threads: number of worker threads. None uses one per usable core, and at most 16 with a
             GPU.
-        deterministic: make results bit-equal for any batch, chunks, number of threads and instruction
-            set of a CPU. Prompts are then slower on CPUs with AVX-512 or AMX, and on a GPU, decode
-            attention uses the prefill kernels.
+        deterministic: make results bit-equal for any batch, chunks, number of threads and CPU.
+            Prompts are then slower on CPUs with AVX-512 or AMX, and on a GPU, decode attention uses
+            the prefill kernels.
         exact: compute in FP32 without int8 activations. Slower, for comparisons, CPU only.
         strict_arch: reject NVFP4 if the device lacks FP4 instructions. No effect on CPU.
         weight_format: formats that F32, F16 and BF16 matrices are quantized to when they are
