@@ -22,8 +22,7 @@ class Setting:
         return types + flash + (f", micro-batch {self.micro_batch}" * (self.micro_batch != 512))
 
 
-# The fastest setting depends on the length: with flash attention, f32 reads long prompts fastest,
-# and without it quantized keys may. Quantized values need flash attention.
+# The fastest setting depends on the length and the machine. Quantized values need flash attention.
 _PLAIN, _FLASH = Setting("f16", "f16", False), Setting("f16", "f16", True)
 _F32, _Q8 = Setting("f32", "f32", True), Setting("q8_0", "q8_0", True)
 _Q5_KEYS, _Q8_KEYS = Setting("q5_1", "f16", False), Setting("q8_0", "f16", False)

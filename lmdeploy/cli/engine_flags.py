@@ -210,7 +210,8 @@ def _add_model_flags(group: argparse._ActionsContainer) -> None:
         "--gemm-input-dtype",
         metavar="TYPE",
         help="int8 rounds the activations that are multiplied with quantized matrices to 8 bits, "
-        "which is faster and less accurate; CPU only (default: 16 bits)",
+        "which is faster and less accurate; CPU only (default: 16 bits, and less on AVX-512 and "
+        "AMX without --deterministic)",
     )
     group.add_argument(
         "--revision", help="branch, tag or commit of a hub id (default: its main branch)"
