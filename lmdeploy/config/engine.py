@@ -52,7 +52,7 @@ class TurbomindEngineConfig:
             are rejected. None accepts all formats.
         gemm_input_dtype: int8 rounds the activations that are multiplied with quantized matrices
             to 8 bits, which is faster and less accurate (docs/performance.md). CPU only. None
-            rounds them to 16 bits.
+            keeps 16 bits, and less on AVX-512 and AMX without deterministic.
         session_len: maximum length of prompt plus answer. None uses the length that the model was
             trained for.
         max_batch_size: maximum number of sequences in one step. None uses 32 on CPU and 128 on

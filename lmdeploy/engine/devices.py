@@ -87,5 +87,5 @@ def open_device(config: TurbomindEngineConfig) -> Device:
         name,
         config.num_threads or usable_cores(),
         int8_activations=config.int8_activations,
-        deterministic=config.deterministic,
+        deterministic=config.deterministic or config.exact,
     )

@@ -90,10 +90,12 @@ def test_metrics_say_so(dtype: str) -> None:
     assert f'lmdeploy:gemm_info{{gemm_input_dtype="{dtype}",model_name="m"}} 1.0' in text
 
 
-def test_deterministic_engines_keep_16_bits() -> None:
-    config = TurbomindEngineConfig(device_type="cpu", num_threads=1, deterministic=True)
-    assert devices.open_device(config).gemm_input_dtype == "int16"
-    default = devices.open_device(dataclasses.replace(config, deterministic=False))
+@pytest.mark.parametrize("option", ["deterministic", "exact"])
+def test_deterministic_and_exact_engines_keep_16_bits(option: str) -> None:
+    config = TurbomindEngineConfig(device_type="cpu", num_threads=1)
+    kept = devices.open_device(dataclasses.replace(config, **{option: True}))
+    assert kept.gemm_input_dtype == "int16"
+    default = devices.open_device(config)
     fastest = _turbomind.available_cpu_isas()[-1]
     expected = {"amx": "bfloat16", "avx512": "int12"}.get(fastest, "int16")
     assert default.gemm_input_dtype == expected
