@@ -76,13 +76,15 @@ class OurEngine:
         from lmdeploy.engine.plan import engine_config_of
 
         config = loaded.config
+        # A batch that starts over must find all its prompts in the cache, 16-bit windows included.
+        sequences = cell.batch if cell.batch == 1 else 2 * cell.batch
         options, kv = engine_config_of(
             TurbomindEngineConfig(
                 quant_policy=mode,
                 kv_quality=quality if parse_quant_policy(mode) != "none" else None,
-                max_batch_size=cell.batch,
+                max_batch_size=sequences,
                 session_len=cell.session_len,
-                cache_max_entry_count=cell.batch * (cell.session_len // BLOCK_TOKENS + 1),
+                cache_max_entry_count=sequences * (cell.session_len // BLOCK_TOKENS + 1),
                 speculative_algorithm="ngram" if cell.num_draft_tokens else "none",
                 speculative_num_draft_tokens=cell.num_draft_tokens or 1,
             ),
@@ -154,13 +156,19 @@ class OurEngine:
     def prefill(self, cell: Cell) -> float:
         """Return prompt tokens per second until the first token of the last sequence."""
         self._clear()
-        prompts = cell.prompts(self.vocab_size)
         begun = time.perf_counter()
-        self.drain({self.submit(prompt, 1) for prompt in prompts})
+        self.fill(cell)
         return cell.context * cell.batch / (time.perf_counter() - begun)
 
+    def fill(self, cell: Cell) -> None:
+        """Read the prompts. They stay in the prefix cache."""
+        self.drain({self.submit(prompt, 1) for prompt in cell.prompts(self.vocab_size)})
+
     def decode(self, cell: Cell) -> float:
-        """Return tokens per second with every sequence running; cached prompts are reused."""
+        """Return tokens per second with every sequence running; cached prompts are reused.
+
+        Raise RuntimeError if the first response ends before the last prompt has been read.
+        """
         prompts = cell.prompts(self.vocab_size)
         waiting = {self.submit(prompt, cell.room) for prompt in prompts}
         running = set(waiting)
@@ -168,8 +176,10 @@ class OurEngine:
             for output in self.outputs():
                 if output.tokens:
                     waiting.discard(output.request_id)
-                if output.finish_reason != "none":  # a tiny model may have finished already
+                if output.finish_reason != "none":
                     running.discard(output.request_id)
+        if len(running) < cell.batch:
+            raise RuntimeError(f"only {len(running)} of {cell.batch} sequences run; call fill().")
         started = time.perf_counter()
         tokens = 0
         while running and tokens < cell.steps * cell.batch:

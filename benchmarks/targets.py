@@ -264,6 +264,7 @@ class TargetSuite:
                 ours, theirs = lambda: engine.prefill(cell), context.prefill
             else:
                 context.fill()
+                engine.fill(cell)
                 engine.decode(cell)
             theirs()
             pairs = alternate(ours, theirs, repeats=self._repeats)
