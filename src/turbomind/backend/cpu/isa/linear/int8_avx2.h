@@ -67,16 +67,33 @@ TM_HD ByteCodes LoadByteCodes(const uint8_t* w) {
   }
 }
 
-// Adds codes * activations of the groups [kFirst, kFirst + kCount) of 16 columns to sums of pairs.
-template <int kFirst, int kCount>
-TM_HD void AddGroups(const WideCodes& codes, const uint8_t* a, __m256i& sum) {
+// Adds codes * activations of the groups [kFirst, kFirst + kCount) of 16 columns to the sums of
+// pairs of N rows, which are kQuantBlock bytes apart.
+template <int kFirst, int kCount, int N>
+TM_HD void AddGroups(const WideCodes& codes, const uint8_t* a, __m256i (&sum)[N]) {
 #pragma GCC unroll 4
   for (int g = kFirst; g < kFirst + kCount; ++g) {
-    AddBytes(sum, codes.group[g], a + 4 * g);
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      AddBytes(sum[n], codes.group[g], a + n * kQuantBlock + 4 * g);
+    }
   }
+}
+// Sets the sums to those of the groups.
+template <int kFirst, int kCount, int N>
+TM_HD void SumGroups(const WideCodes& codes, const uint8_t* a, __m256i (&sum)[N]) {
+#pragma GCC unroll 3
+  for (int n = 0; n < N; ++n) {
+    sum[n] =
+        _mm256_maddubs_epi16(codes.group[kFirst], Broadcast32(a + n * kQuantBlock + 4 * kFirst));
+  }
+  AddGroups<kFirst + 1, kCount - 1, N>(codes, a, sum);
 }
 
 TM_HD __m256i JoinPairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+TM_HD __m256i JoinPairs(__m256i x, __m256i y) {
+  return _mm256_add_epi32(JoinPairs(x), JoinPairs(y));
+}
 
 // Σ code * activation of one row, over 32 columns, or for kQ6_K over 16 columns each.
 struct Int8Sums {
@@ -84,33 +101,36 @@ struct Int8Sums {
   __m256i second;
 };
 
-// The sums of pairs stay within 2^15: 8 * 2 * 15 * 127 for 4 bits, 4 * 2 * 31 * 127 for 5 bits and
-// 2 * 2 * 63 * 127 for 6 bits.
-template <MatrixFormat F>
-TM_HD Int8Sums DotInt8(const ByteCodes& codes, const uint8_t* a) {
+// Computes the sums of N rows. Those of pairs stay within 2^15: 8 * 2 * 15 * 127 for 4 bits,
+// 4 * 2 * 31 * 127 for 5 bits and 2 * 2 * 63 * 127 for 6 bits.
+template <MatrixFormat F, int N>
+TM_HD void DotInt8(const ByteCodes& codes, const uint8_t* a, Int8Sums (&sums)[N]) {
   const WideCodes& low = codes.half[0];
   const WideCodes& high = codes.half[1];
   const uint8_t* b = a + kQuantBlock / 2;
-  __m256i first = _mm256_maddubs_epi16(low.group[0], Broadcast32(a));
+  constexpr int kGroups = F == MatrixFormat::kQ6_K ? 2 : 4;
+  __m256i x[N];
+  __m256i y[N];
+  SumGroups<0, kGroups, N>(low, a, x);
   if constexpr (F == MatrixFormat::kQ6_K) {
-    __m256i parts[3] = {_mm256_maddubs_epi16(low.group[2], Broadcast32(a + 8)),
-                        _mm256_maddubs_epi16(high.group[0], Broadcast32(b)),
-                        _mm256_maddubs_epi16(high.group[2], Broadcast32(b + 8))};
-    AddGroups<1, 1>(low, a, first);
-    AddGroups<3, 1>(low, a, parts[0]);
-    AddGroups<1, 1>(high, b, parts[1]);
-    AddGroups<3, 1>(high, b, parts[2]);
-    return {_mm256_add_epi32(JoinPairs(first), JoinPairs(parts[0])),
-            _mm256_add_epi32(JoinPairs(parts[1]), JoinPairs(parts[2]))};
+    SumGroups<2, 2, N>(low, a, y);
+  } else if constexpr (F == MatrixFormat::kQ5_K) {
+    SumGroups<0, 4, N>(high, b, y);
   } else {
-    AddGroups<1, 3>(low, a, first);
-    if constexpr (F == MatrixFormat::kQ5_K) {
-      __m256i other = _mm256_maddubs_epi16(high.group[0], Broadcast32(b));
-      AddGroups<1, 3>(high, b, other);
-      return {_mm256_add_epi32(JoinPairs(first), JoinPairs(other)), first};
-    } else {
-      AddGroups<0, 4>(high, b, first);
-      return {JoinPairs(first), first};
+    AddGroups<0, 4, N>(high, b, x);
+  }
+#pragma GCC unroll 3
+  for (int n = 0; n < N; ++n) {
+    constexpr bool kTwoSums = F == MatrixFormat::kQ5_K || F == MatrixFormat::kQ6_K;
+    sums[n].first = kTwoSums ? JoinPairs(x[n], y[n]) : JoinPairs(x[n]);
+    sums[n].second = sums[n].first;
+  }
+  if constexpr (F == MatrixFormat::kQ6_K) {
+    SumGroups<0, 2, N>(high, b, x);
+    SumGroups<2, 2, N>(high, b, y);
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      sums[n].second = JoinPairs(x[n], y[n]);
     }
   }
 }
@@ -161,6 +181,11 @@ TM_HD __m256 AddInt8Scaled(Int8Sums sums, const KScales& own, const uint8_t* sca
   }
 }
 
+// Rows whose sums are interleaved. kQ6_K has enough sums in one row, and two rows alone were
+// slower.
+template <MatrixFormat F, int R>
+inline constexpr int kInt8RowsAtOnce = F == MatrixFormat::kQ6_K || R == 2 ? 1 : kRowsAtOnce;
+
 // Multiplies all R rows with 8 outputs. As in linear_avx2.h, the scaling is a loop of its own.
 template <MatrixFormat F, int R>
 void MultiplyInt8Half(const TileRun& run, int half) {
@@ -173,10 +198,14 @@ void MultiplyInt8Half(const TileRun& run, int half) {
   for (int64_t s = 0; s < run.steps; ++s) {
     const ByteCodes codes = LoadByteCodes<F>(CodesOfStep<F>(run.tile, s) + 32 * half);
     Int8Sums sums[R];
-#pragma GCC unroll 1
-    for (int r = 0; r < R; ++r) {
-      sums[r] = DotInt8<F>(codes, a + r * kQuantBlock);
-    }
+    ForRows<R, kInt8RowsAtOnce<F, R>>([&]<int N>(int r) __attribute__((always_inline)) {
+      Int8Sums dot[N];
+      DotInt8<F, N>(codes, a + r * kQuantBlock, dot);
+#pragma GCC unroll 3
+      for (int n = 0; n < N; ++n) {
+        sums[r + n] = dot[n];
+      }
+    });
     const KScales own = LoadInt8Scales<F>(run.tile, s, half);
     const uint8_t* scales = a + R * kQuantBlock;
 #pragma GCC unroll 4
@@ -194,11 +223,11 @@ void MultiplyInt8Half(const TileRun& run, int half) {
 template <MatrixFormat F>
 TM_HD void AddInt8RowStep(const uint8_t* w, const KScales (&own)[2], const uint8_t* a,
                           __m256 (&acc)[2]) {
-  const Int8Sums sums[2] = {DotInt8<F>(LoadByteCodes<F>(w), a),
-                            DotInt8<F>(LoadByteCodes<F>(w + 32), a)};
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
-    acc[half] = AddInt8Scaled<F, 1>(sums[half], own[half], a + kQuantBlock, acc[half]);
+    Int8Sums sums[1];
+    DotInt8<F, 1>(LoadByteCodes<F>(w + 32 * half), a, sums);
+    acc[half] = AddInt8Scaled<F, 1>(sums[0], own[half], a + kQuantBlock, acc[half]);
   }
 }
 

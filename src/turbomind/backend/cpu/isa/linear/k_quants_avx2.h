@@ -113,10 +113,14 @@ TM_HD HalfCodes LoadWideCodes(const uint8_t* w) {
 template <MatrixFormat F, int R, int kPass>
 TM_HD void DotWideRows(const uint8_t* w, const uint8_t* a, __m256i (&sum)[R]) {
   const HalfCodes codes = LoadWideCodes<F, kPass>(w);
-#pragma GCC unroll 1
-  for (int r = 0; r < R; ++r) {
-    sum[r] = DotShorts(codes, a + r * kQuantRowBytes + kPass * kQuantBlock);
-  }
+  ForRows<R>([&]<int N>(int r) __attribute__((always_inline)) {
+    __m256i dot[N];
+    DotShorts<N>(codes, a + r * kQuantRowBytes + kPass * kQuantBlock, dot);
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      sum[r + n] = dot[n];
+    }
+  });
 }
 
 // Adds scaled sums of row r. kQ6_K: `sum` and `other` are those of 16 columns; other formats: `sum`
@@ -201,8 +205,11 @@ void MultiplyKRow(const TileRun& run) {
       } else {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
-          sum[half][0] = DotShorts(LoadWideCodes<F, 0>(w + 32 * half), a);
-          sum[half][1] = DotShorts(LoadWideCodes<F, 1>(w + 32 * half), a + kQuantBlock);
+          __m256i both[2][1];
+          DotShorts<1>(LoadWideCodes<F, 0>(w + 32 * half), a, both[0]);
+          DotShorts<1>(LoadWideCodes<F, 1>(w + 32 * half), a + kQuantBlock, both[1]);
+          sum[half][0] = both[0][0];
+          sum[half][1] = both[1][0];
         }
       }
 #pragma GCC unroll 2

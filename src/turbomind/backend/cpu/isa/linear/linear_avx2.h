@@ -48,7 +48,7 @@ TM_HD constexpr bool UsesShorts(MatrixFormat format) {
          format == MatrixFormat::kQ6_K;
 }
 
-// Rearranges a row of a step from QuantizeBlock's layout to DotRow's.
+// Rearranges a row of a step from QuantizeBlock's layout to DotColumns'.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   if (UsesShorts(format)) {
     ArrangeShorts(row);
@@ -104,36 +104,72 @@ TM_HD __m256i JoinHalves(__m256i high, __m256i low) {
                           _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
 }
 
-// Returns Σ code * activation over 16 columns, for one row of int16.
-TM_HD __m256i DotShorts(const HalfCodes& codes, const uint8_t* a) {
-  __m256i sum = _mm256_madd_epi16(codes.v[0], Broadcast32(a));
+// Number of rows whose sums are interleaved. One row is a chain of additions, of which too few fit
+// into the window of instructions that wait for their operands.
+inline constexpr int kRowsAtOnce = 3;
+
+// Computes Σ code * activation over 16 columns for N rows of int16, which are kQuantRowBytes apart.
+template <int N>
+TM_HD void DotShorts(const HalfCodes& codes, const uint8_t* a, __m256i (&sum)[N]) {
+#pragma GCC unroll 3
+  for (int n = 0; n < N; ++n) {
+    sum[n] = _mm256_madd_epi16(codes.v[0], Broadcast32(a + n * kQuantRowBytes));
+  }
 #pragma GCC unroll 8
   for (int i = 1; i < 8; ++i) {
-    AddShorts(sum, codes.v[i], a + 4 * i);
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      AddShorts(sum[n], codes.v[i], a + n * kQuantRowBytes + 4 * i);
+    }
   }
-  return sum;
 }
 
-// Returns Σ code * activation over the columns of a pass, for one row. With 4-bit codes, the sums
+// Computes Σ code * activation over the columns of a pass, for N rows. With 4-bit codes, the sums
 // of pairs stay within 8 * 2 * 15 * 127 < 2^15.
-template <MatrixFormat F>
-TM_HD __m256i DotRow(const HalfCodes& codes, const uint8_t* a) {
+template <MatrixFormat F, int N>
+TM_HD void DotColumns(const HalfCodes& codes, const uint8_t* a, __m256i (&sum)[N]) {
   if constexpr (F == MatrixFormat::kQ8_0) {
-    return DotShorts(codes, a);
+    DotShorts<N>(codes, a, sum);
   } else {
-    __m256i high = _mm256_maddubs_epi16(codes.v[0], Broadcast32(a));
-    __m256i low = _mm256_maddubs_epi16(codes.v[0], Broadcast32(a + kQuantBlock));
+    __m256i high[N];
+    __m256i low[N];
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      const uint8_t* x = a + n * kQuantRowBytes;
+      high[n] = _mm256_maddubs_epi16(codes.v[0], Broadcast32(x));
+      low[n] = _mm256_maddubs_epi16(codes.v[0], Broadcast32(x + kQuantBlock));
+    }
 #pragma GCC unroll 8
     for (int i = 1; i < 8; ++i) {
-      const uint8_t* x = a + 16 * (i % 2) + 4 * (i / 2);
-      AddBytes(high, codes.v[i], x);
-      AddBytes(low, codes.v[i], x + kQuantBlock);
+#pragma GCC unroll 3
+      for (int n = 0; n < N; ++n) {
+        const uint8_t* x = a + n * kQuantRowBytes + 16 * (i % 2) + 4 * (i / 2);
+        AddBytes(high[n], codes.v[i], x);
+        AddBytes(low[n], codes.v[i], x + kQuantBlock);
+      }
     }
-    return JoinHalves(high, low);
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      sum[n] = JoinHalves(high[n], low[n]);
+    }
   }
 }
 
-// Computes DotRow for both halves and all columns.
+// Calls fn.template operator()<N>(r) for rows [r, r + N), N at most kAtOnce, until all R rows have
+// been processed.
+template <int R, int kAtOnce = kRowsAtOnce, class Fn>
+TM_HD void ForRows(const Fn& fn) {
+  constexpr int kWhole = R / kAtOnce * kAtOnce;
+#pragma GCC unroll 1
+  for (int r = 0; r < kWhole; r += kAtOnce) {
+    fn.template operator()<kAtOnce>(r);
+  }
+  if constexpr (kWhole < R) {
+    fn.template operator()<R - kWhole>(kWhole);
+  }
+}
+
+// Computes DotColumns of one row for both halves and all columns.
 template <MatrixFormat F>
 TM_HD void DotBothHalves(const uint8_t* w, const uint8_t* a, __m256i (&sum)[2]) {
   const __m256i zero = _mm256_setzero_si256();
@@ -165,15 +201,18 @@ TM_HD void DotBothHalves(const uint8_t* w, const uint8_t* a, __m256i (&sum)[2]) 
   }
 }
 
-// Sets sum[r] to DotRow in the first pass and adds to it in later ones, for all rows.
+// Sets sum[r] to DotColumns in the first pass and adds to it in later ones, for all rows.
 template <MatrixFormat F, int R, int kPass>
 TM_HD void DotRows(const uint8_t* w, const uint8_t* a, __m256i (&sum)[R]) {
   const HalfCodes codes = LoadHalfCodes<F, kPass>(w);
-#pragma GCC unroll 1
-  for (int r = 0; r < R; ++r) {
-    const __m256i dot = DotRow<F>(codes, a + r * kQuantRowBytes + kPass * kQuantBlock);
-    sum[r] = kPass == 0 ? dot : _mm256_add_epi32(sum[r], dot);
-  }
+  ForRows<R>([&]<int N>(int r) __attribute__((always_inline)) {
+    __m256i dot[N];
+    DotColumns<F, N>(codes, a + r * kQuantRowBytes + kPass * kQuantBlock, dot);
+#pragma GCC unroll 3
+    for (int n = 0; n < N; ++n) {
+      sum[r + n] = kPass == 0 ? dot[n] : _mm256_add_epi32(sum[r + n], dot[n]);
+    }
+  });
 }
 
 // Adds the half step at `w` for all rows: 8 outputs, whose scales are at `meta`. The scaling is a
