@@ -52,12 +52,15 @@ TM_HD void CapScores(float* scores, float scale, float cap) {
 // Writes 2^(score - shift) to weights and returns the sum of the weights.
 TM_HD float StoreWeights(const TileScores& tile, float shift, float* weights) {
   const F32x16 lowered = Set1(shift);
-  F32x16 w[4];
-  for (int i = 0; i < 4; ++i) {
-    w[i] = Exp2(Sub(tile.s[i], lowered));
-    Store(weights + 16 * i, w[i]);
+  F32x16 sum[2];
+  for (int half = 0; half < 2; ++half) {
+    F32x16 w[2] = {Sub(tile.s[2 * half], lowered), Sub(tile.s[2 * half + 1], lowered)};
+    Exp2All(w);
+    Store(weights + 32 * half, w[0]);
+    Store(weights + 32 * half + 16, w[1]);
+    sum[half] = Add(w[0], w[1]);
   }
-  return ReduceAdd(Add(Add(w[0], w[1]), Add(w[2], w[3])));
+  return ReduceAdd(Add(sum[0], sum[1]));
 }
 
 // Returns 2^n for an integer n <= 0, and 0 if n is below -126 or NaN.

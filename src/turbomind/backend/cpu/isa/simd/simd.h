@@ -70,25 +70,47 @@ TM_HD F32x16 MaxOfEach(const F32x16 (&a)[4]) {
   return Max(max_value, SwapLanes<8>(max_value));
 }
 
-// Returns 2^x for x <= 0, with a relative error below 1e-7 (about one ulp). The result is exactly 1
-// at 0, 0 below -126, and NaN for NaN. Rounds x to the nearest integer n and evaluates a polynomial
-// on [-0.5, 0.5].
-TM_HD F32x16 Exp2(F32x16 x) {
+// Replaces each x <= 0 with 2^x, with a relative error below 1e-7 (about one ulp). The result is
+// exactly 1 at 0, 0 below -126, and NaN for NaN. Rounds x to the nearest integer n and evaluates a
+// polynomial on [-0.5, 0.5]. The steps of all vectors are interleaved: one is a chain of 40 cycles,
+// of which too few fit into the window of instructions that wait for their operands.
+template <int N>
+TM_HD void Exp2All(F32x16 (&x)[N]) {
+  constexpr float kTerms[] = {1.3398896e-3f,  9.61843599e-3f, 5.55033237e-2f,
+                              2.40226477e-1f, 6.93147182e-1f, 1.f};
   const F32x16 lowest = Set1(-126.f);
-  const Mask16 vanishes = Less(x, lowest);
-  const F32x16 clamped = Max(lowest, x);
   const F32x16 magic = Set1(12582912.f);  // 1.5 * 2^23: the sum's low bits are the integer
-  const F32x16 shifted = Add(clamped, magic);
-  const F32x16 f = Sub(clamped, Sub(shifted, magic));
-  F32x16 p = Set1(1.53536763e-4f);
-  p = Fma(p, f, Set1(1.3398896e-3f));
-  p = Fma(p, f, Set1(9.61843599e-3f));
-  p = Fma(p, f, Set1(5.55033237e-2f));
-  p = Fma(p, f, Set1(2.40226477e-1f));
-  p = Fma(p, f, Set1(6.93147182e-1f));
-  p = Fma(p, f, Set1(1.f));
-  const I32x16 exponent = ShiftLeft<23>(Bits(shifted));
-  return Select(vanishes, Zero(), FromBits(Add(Bits(p), exponent)));
+  Mask16 vanishes[N];
+  F32x16 shifted[N];
+  F32x16 f[N];
+  F32x16 p[N];
+  Unroll<N>([&](auto index) __attribute__((always_inline)) {
+    constexpr int i = decltype(index)::value;
+    vanishes[i] = Less(x[i], lowest);
+    const F32x16 clamped = Max(lowest, x[i]);
+    shifted[i] = Add(clamped, magic);
+    f[i] = Sub(clamped, Sub(shifted[i], magic));
+    p[i] = Set1(1.53536763e-4f);
+  });
+  Unroll<6>([&](auto term) __attribute__((always_inline)) {
+    Unroll<N>([&](auto index) __attribute__((always_inline)) {
+      constexpr int i = decltype(index)::value;
+      p[i] = Fma(p[i], f[i], Set1(kTerms[decltype(term)::value]));
+      KeepOrder(p[i]);
+    });
+  });
+  Unroll<N>([&](auto index) __attribute__((always_inline)) {
+    constexpr int i = decltype(index)::value;
+    const I32x16 exponent = ShiftLeft<23>(Bits(shifted[i]));
+    x[i] = Select(vanishes[i], Zero(), FromBits(Add(Bits(p[i]), exponent)));
+  });
+}
+
+// Returns 2^x for x <= 0, with the bits of Exp2All.
+TM_HD F32x16 Exp2(F32x16 x) {
+  F32x16 one[1] = {x};
+  Exp2All<1>(one);
+  return one[0];
 }
 
 // Returns 2^x for one number, with the bits of Exp2.

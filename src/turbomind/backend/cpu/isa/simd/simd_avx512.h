@@ -42,6 +42,7 @@ TM_HD F32x16 Fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.
 TM_HD F32x16 Max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 // Returns a < b ? a : b, which is b if either is NaN.
 TM_HD F32x16 Min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+TM_HD void KeepOrder(F32x16& /*x*/) {}
 TM_HD float First(F32x16 a) { return _mm512_cvtss_f32(a.v); }
 
 TM_HD I32x16 Set1Int(int32_t x) { return {_mm512_set1_epi32(x)}; }

@@ -61,6 +61,7 @@ TM_HD F32x16 Max(const F32x16& a, const F32x16& b) {
 TM_HD F32x16 Min(const F32x16& a, const F32x16& b) {
   return EachLane<F32x16>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
+TM_HD void KeepOrder(F32x16& /*x*/) {}
 TM_HD float First(const F32x16& a) { return a.v[0]; }
 
 TM_HD I32x16 Set1Int(int32_t x) {
