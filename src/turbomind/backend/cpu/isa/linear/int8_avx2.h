@@ -196,6 +196,7 @@ void MultiplyInt8Half(const TileRun& run, int half) {
   const uint8_t* a = run.panel;
 #pragma GCC unroll 1
   for (int64_t s = 0; s < run.steps; ++s) {
+    PrefetchNext<F, 2>(run, s, half);
     const ByteCodes codes = LoadByteCodes<F>(CodesOfStep<F>(run.tile, s) + 32 * half);
     Int8Sums sums[R];
     ForRows<R, kInt8RowsAtOnce<F, R>>([&]<int N>(int r) __attribute__((always_inline)) {
@@ -244,6 +245,7 @@ void MultiplyInt8Row(const TileRun& run) {
 #pragma GCC unroll 1
     for (int step = 0; step < kSteps; ++step) {
       const KScales own[2] = {LoadInt8Scales<F>(block, step, 0), LoadInt8Scales<F>(block, step, 1)};
+      PrefetchNext<F, 1>(run, s + step, 0);
       AddInt8RowStep<F>(w, own, a, acc);
       w += TileStepBytes(F);
       a += Int8PanelStepBytes(F, 1, kQuantBlock);

@@ -176,6 +176,7 @@ void MultiplyKHalf(const TileRun& run, int half) {
     const uint8_t* w = block + KCodesAt(F) + 32 * half;
 #pragma GCC unroll 1
     for (int step = 0; step < kKSteps; ++step) {
+      PrefetchNext<F, 2>(run, s + step, half);
       AddKStep<F, R>(w, LoadKScales<F>(block, step, half), a, acc);
       w += TileStepBytes(F);
       a += PanelStepBytes(F, R);
@@ -196,6 +197,7 @@ void MultiplyKRow(const TileRun& run) {
     const uint8_t* w = block + KCodesAt(F);
 #pragma GCC unroll 1
     for (int step = 0; step < kKSteps; ++step) {
+      PrefetchNext<F, 1>(run, s + step, 0);
       __m256i sum[2][2] = {};  // of both halves: of 32 columns, or twice of 16
       if constexpr (F == MatrixFormat::kQ4_K) {
         __m256i both[2];

@@ -48,6 +48,20 @@ TM_HD constexpr bool UsesShorts(MatrixFormat format) {
          format == MatrixFormat::kQ6_K;
 }
 
+// Prefetches the bytes of run.next that belong to a step of pass `pass` over a tile. A tile that is
+// read in two passes brings half of the next one in each: the first pass reads all lines of the
+// tile, so without this, memory would rest during the second.
+template <MatrixFormat F, int kTilePasses>
+TM_HD void PrefetchNext(const TileRun& run, int64_t step, int pass) {
+  constexpr int kStep = IsKQuant(F) ? TileSuperBlockBytes(F) / kKSteps : TileStepBytes(F);
+  constexpr int kShare = kStep / kTilePasses;
+  const uint8_t* share = run.next + pass * (run.tile_bytes / kTilePasses) + step * kShare;
+#pragma GCC unroll 9
+  for (int line = 0; line < kShare; line += 64) {
+    _mm_prefetch(share + line, _MM_HINT_T0);
+  }
+}
+
 // Rearranges a row of a step from QuantizeBlock's layout to DotColumns'.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   if (UsesShorts(format)) {
@@ -305,6 +319,7 @@ void MultiplyQuantHalf(const TileRun& run, int half) {
 #pragma GCC unroll 1
   for (int64_t s = 0; s < run.steps; ++s) {
     const uint8_t* step = run.tile + s * TileStepBytes(F);
+    PrefetchNext<F, 2>(run, s, half);
     AddQuantStep<F, R>(step + TileMetaBytes(F) + 32 * half, step + 16 * half,
                        run.panel + s * PanelStepBytes(F, R), acc);
   }
@@ -322,6 +337,7 @@ void MultiplyQuantRow(const TileRun& run) {
     const uint8_t* meta = run.tile + s * TileStepBytes(F);
     const uint8_t* w = meta + TileMetaBytes(F);
     const uint8_t* a = run.panel + s * PanelStepBytes(F, 1);
+    PrefetchNext<F, 1>(run, s, 0);
     __m256i sum[2];
     DotBothHalves<F>(w, a, sum);
     const __m256 scale = BroadcastFloat(a + kQuantRowBytes);
@@ -352,6 +368,9 @@ void MultiplyFloatHalf(const TileRun& run, int row, int half) {
     acc[n] = _mm256_setzero_ps();
   }
   for (int64_t s = 0; s < run.steps; ++s) {
+    if (row == 0) {
+      PrefetchNext<F, 2>(run, s, half);
+    }
     AddFloatStep<F, N>(run.tile + s * TileStepBytes(F) + 32 * half,
                        run.panel + s * PanelStepBytes(F, R) + 4 * row, acc);
   }

@@ -105,6 +105,7 @@ void MultiplyNvHalf(const TileRun& run, int half) {
   const uint8_t* a = run.panel;
 #pragma GCC unroll 1
   for (int64_t s = 0; s < run.steps; ++s) {
+    PrefetchNext<MatrixFormat::kNvfp4, 2>(run, s, half);
     AddNvStep<R>(w, half, a, acc);
     w += TileStepBytes(MatrixFormat::kNvfp4);
     a += PanelStepBytes(MatrixFormat::kNvfp4, R);
@@ -146,6 +147,7 @@ inline void MultiplyNvRow(const TileRun& run) {
 #pragma GCC unroll 1
   for (int64_t s = 0; s < run.steps; ++s) {
     __m256i sum[2][2];
+    PrefetchNext<MatrixFormat::kNvfp4, 1>(run, s, 0);
     DotNvRow(w + kNvCodesAt, a, sum);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {

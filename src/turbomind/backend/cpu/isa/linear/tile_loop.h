@@ -14,7 +14,18 @@
 
 namespace turbomind::TM_ISA {
 
-inline constexpr int64_t kPrefetchBytes = 4096;  // prefetch distance of a tile with 2 to 11 rows
+// Returns what a run of R < kPanelRows rows prefetches. AVX2 reads a tile twice, unless it has one
+// row of a quantized format: then the whole next tile has to arrive meanwhile.
+template <MatrixFormat F, int R>
+TM_HD const uint8_t* NextOf(const TileRun& run) {
+  constexpr int64_t kDistance = 4096;
+#if defined(TM_ISA_avx2)
+  constexpr bool kReadsTwice = R > 1 || F == MatrixFormat::kF32 || F == MatrixFormat::kBF16;
+  return run.tile + (kReadsTwice ? run.tile_bytes : kDistance);
+#else
+  return run.tile + kDistance;
+#endif
+}
 
 template <class Kernel>
 TM_HD TileRun RunAt(const MultiplyArgs& a, int tile, int row) {
@@ -39,7 +50,7 @@ void MultiplyPanel(const MultiplyArgs& a, int row) {
   int tile = 0;
   for (; tile + kTiles <= a.num_tiles; tile += kTiles) {
     TileRun run = RunAt<Kernel>(a, tile, row);
-    run.next = run.tile + kPrefetchBytes;
+    run.next = NextOf<Kernel::kFormat, R>(run);
     Kernel::template Multiply<R, kTiles>(run);
   }
   if constexpr (kTiles > 1) {

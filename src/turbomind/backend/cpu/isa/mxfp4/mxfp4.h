@@ -40,6 +40,19 @@ inline constexpr int kMxBlockBytes = F == MatrixFormat::kMxfp4 ? 17 : 16;
 template <MatrixFormat F>
 inline constexpr int kMxCodesAt = F == MatrixFormat::kMxfp4 ? 1 : 0;
 
+// Prefetches the bytes of the next outputs that belong to a step.
+template <MatrixFormat F>
+TM_HD void PrefetchStep(const MxRun& run, int64_t step) {
+  constexpr int kStep = kMxOutputs * kMxStepBlocks * kMxBlockBytes<F>;
+#pragma GCC unroll 5
+  for (int line = 0; line < kStep; line += 64) {
+    __builtin_prefetch(run.next + step * kStep + line);
+  }
+  if constexpr (F == MatrixFormat::kMxfp4Split) {
+    __builtin_prefetch(run.next_scales + step * kMxOutputs * kMxStepBlocks);
+  }
+}
+
 TM_HD int64_t MxSteps(int64_t blocks) { return (blocks + kMxStepBlocks - 1) / kMxStepBlocks; }
 
 // Pointers into one step of a row's panel; each part has kMxStepBytes.

@@ -104,6 +104,7 @@ void MultiplyMxRows(const MxRun& run) {
     acc[1][r] = _mm256_setzero_ps();
   }
   for (int64_t s = 0; s < MxSteps(run.blocks); ++s) {
+    PrefetchStep<F>(run, s);
     for (int half = 0; half < 2; ++half) {
       const MxWeights w = LoadMxWeights<F>(run, s * kMxStepBlocks + 2 * half);
       for (int r = 0; r < R; ++r) {

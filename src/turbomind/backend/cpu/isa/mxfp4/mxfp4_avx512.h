@@ -177,18 +177,6 @@ TM_HD void StoreMxRow(const MxRun& run, int r, __m512 acc) {
   _mm_mask_storeu_ps(y, lanes, out);
 }
 
-template <MatrixFormat F>
-TM_HD void PrefetchStep(const MxRun& run, int64_t step) {
-  constexpr int kStep = kMxOutputs * kMxStepBlocks * kMxBlockBytes<F>;
-#pragma GCC unroll 5
-  for (int line = 0; line < kStep; line += 64) {
-    _mm_prefetch(run.next + step * kStep + line, _MM_HINT_T0);
-  }
-  if constexpr (F == MatrixFormat::kMxfp4Split) {
-    _mm_prefetch(run.next_scales + step * kMxOutputs * kMxStepBlocks, _MM_HINT_T0);
-  }
-}
-
 // Adds one step of `count` blocks. REQUIRES: kAll == (count == 4).
 template <MatrixFormat F, int R, bool kAll>
 TM_HD void AddMxSteps(const MxRun& run, int64_t step, int64_t count, __m512 (&acc)[R]) {
