@@ -390,12 +390,12 @@ void MultiplyTiles(const TileRun& run) {
       if constexpr (IsQuantized(F)) {
         MultiplyQuantHalf<F, R>(run, half);
       } else {
-        int row = 0;
-        for (; row + kRows <= R; row += kRows) {
+        constexpr int kWhole = R / kRows * kRows;
+        for (int row = 0; row < kWhole; row += kRows) {
           MultiplyFloatHalf<F, R, kRows>(run, row, half);
         }
-        for (; row < R; ++row) {
-          MultiplyFloatHalf<F, R, 1>(run, row, half);
+        if constexpr (kWhole < R) {
+          MultiplyFloatHalf<F, R, R - kWhole>(run, kWhole, half);
         }
       }
     }
