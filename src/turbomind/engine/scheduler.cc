@@ -18,8 +18,8 @@ namespace {
 // errors of the estimate.
 constexpr int64_t kPromptSixteenths = 15;
 constexpr int64_t kFullSteps = 4;
-// A few rows at a time take longer than those of a prompt. Steps of SmolLM2 with drafts of 1, 2, 3
-// and 4 tokens took 1.4, 1.75, 2.05 and 2.3 times as long as those without (AVX2, bench_drafts.py).
+// A few rows at a time take longer than those of a prompt. Steps of SmolLM2 with drafts of 1, 2, 4
+// and 8 tokens took 1.4, 1.8, 2.7 and 4.1 times as long as those without (AVX2, bench_drafts.py).
 constexpr int64_t kFewRowsSixteenths = 24;
 constexpr int64_t kDraftSixteenths = 8;
 constexpr int64_t kWholeBudget = 1 << 10;  // the unit of Sequence::share_owed
