@@ -14,8 +14,8 @@
 
 namespace turbomind::TM_ISA {
 
-// Returns what a run of R < kPanelRows rows prefetches. AVX2 reads a tile twice, unless it has one
-// row of a quantized format: then the whole next tile has to arrive meanwhile.
+// Returns what a run of R < kPanelRows rows prefetches. AVX2 reads a tile in two passes, in which
+// the whole next tile arrives, except for one row of a quantized format.
 template <MatrixFormat F, int R>
 TM_HD const uint8_t* NextOf(const TileRun& run) {
   constexpr int64_t kDistance = 4096;
