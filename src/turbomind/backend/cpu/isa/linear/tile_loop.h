@@ -14,8 +14,8 @@
 
 namespace turbomind::TM_ISA {
 
-// Returns what a run of R < kPanelRows rows prefetches. AVX2 reads a tile in two passes, in which
-// the whole next tile arrives, except for one row of a quantized format.
+// Returns where a run of R < kPanelRows rows starts to prefetch. AVX2 reads a tile in two passes
+// and prefetches the whole next tile meanwhile. One row of a quantized format takes one pass.
 template <MatrixFormat F, int R>
 TM_HD const uint8_t* NextOf(const TileRun& run) {
   constexpr int64_t kDistance = 4096;
