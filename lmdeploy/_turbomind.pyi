@@ -163,8 +163,13 @@ class EngineConfig:
     def kv_layers(self, value: Sequence[tuple[KvFormat | str, KvFormat | str]]) -> None: ...
     kv_rotate_k: bool
     kv_search_scales: bool
+    @property
+    def kv_window_format(self) -> KvFormat: ...
+    @kv_window_format.setter
+    def kv_window_format(self, value: KvFormat | str) -> None: ...
+    kv_k_offset: bool
     kv_sink_tokens: int
-    kv_recent_tokens: int  # -1: no 16-bit window
+    kv_recent_tokens: int  # -1: no window
     collect_kv_statistics: bool
     max_batch_size: int
     session_len: int

@@ -18,7 +18,12 @@ from lmdeploy.config.engine import (
     SPECULATIVE_ALGORITHMS,
     TurbomindEngineConfig,
 )
-from lmdeploy.config.kv_format_options import KV_QUALITIES, describe_policies
+from lmdeploy.config.kv_format_options import (
+    KV_K_OFFSETS,
+    KV_QUALITIES,
+    KV_WINDOWS,
+    describe_policies,
+)
 from lmdeploy.config.unsupported import unsupported_flags
 
 UNSUPPORTED_FLAGS = unsupported_flags()
@@ -381,19 +386,37 @@ def add_kv_ingredient_flags(group: argparse._ActionsContainer) -> None:
         action=switch,
     )
     add(
+        "--kv-k-offset",
+        "block subtracts the mean of a block's keys before they are quantized (balanced, best: "
+        "block)",
+        choices=KV_K_OFFSETS,
+    )
+    add(
+        "--kv-window",
+        "format of the first and newest tokens (balanced, best: int8 with 4-bit formats)",
+        choices=KV_WINDOWS,
+    )
+    add(
         "--kv-sink-tokens",
-        "number of first tokens kept in 16 bit, a multiple of 64 (balanced, best: 64)",
+        "number of first tokens kept in the window, a multiple of 64 (balanced, best: 64)",
         type=_INT,
     )
     add(
         "--kv-recent-tokens",
-        "number of tokens before the current block kept in 16 bit, a multiple of 64; -1 disables "
-        "the 16-bit window (balanced, best: 64)",
+        "number of tokens before the current block kept in the window, a multiple of 64; -1 "
+        "disables the window (balanced, best: 64)",
         type=_INT,
     )
 
 
-KV_INGREDIENTS = ("kv_rotation", "kv_scale_search", "kv_sink_tokens", "kv_recent_tokens")
+KV_INGREDIENTS = (
+    "kv_rotation",
+    "kv_scale_search",
+    "kv_k_offset",
+    "kv_window",
+    "kv_sink_tokens",
+    "kv_recent_tokens",
+)
 
 
 def kv_ingredients(args: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from lmdeploy.base.checks import (
 )
 from lmdeploy.config.kv_events import KvEventsConfig, parse_kv_events
 from lmdeploy.config.kv_format_options import (
+    KV_K_OFFSETS,
     KV_QUALITIES,
+    KV_WINDOWS,
     FormatPair,
     FormatTable,
     parse_cache_format,
@@ -32,7 +34,7 @@ from lmdeploy.config.unsupported import ENGINE, unsupported_fields
 from lmdeploy.config.weight_format_options import parse_weight_format
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
-# The 16-bit window consists of whole attention tiles.
+# The window consists of whole attention tiles.
 WINDOW16_TOKENS_STEP = 64
 MAX_WINDOW16_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -92,13 +94,16 @@ class TurbomindEngineConfig:
             loaded: int8, int4, or by part as in attn=int8,mlp=int4,other=int8 (docs/serving.md).
             None keeps them as stored.
         kv_quality: raw, balanced or best (docs/kv_cache.md, "Presets"). None uses balanced for
-            four-bit formats and raw for the others. Each of the next four options replaces one
+            four-bit formats and raw for the others. Each of the next six options replaces one
             ingredient.
         kv_rotation: rotate K (and Q) by a Hadamard matrix.
         kv_scale_search: choose the FP4 scales with the smallest error. No effect without FP4.
-        kv_sink_tokens: number of first tokens kept in 16 bits, a multiple of 64.
-        kv_recent_tokens: number of tokens before the current block kept in 16 bits, a multiple of
-            64. -1 keeps no token in 16 bits.
+        kv_k_offset: `block` subtracts the mean of a block's keys before they are quantized, and
+            `none` does not.
+        kv_window: the format of the first and newest tokens, `int8` or `16bit`.
+        kv_sink_tokens: number of first tokens kept in the window, a multiple of 64.
+        kv_recent_tokens: number of tokens before the current block kept in the window, a multiple
+            of 64. -1 keeps no window.
         kv_calibration: file written by `lmdeploy lite calibrate`. `best` needs it.
         kv_store: address of a store of KV blocks, which outlives the engine and can be shared:
             file:///folder?size=10GiB, redis://host:6379/0 or valkey://… (docs/kv_cache.md).
@@ -170,6 +175,8 @@ class TurbomindEngineConfig:
     kv_quality: Literal["raw", "balanced", "best"] | None = None
     kv_rotation: bool | None = None
     kv_scale_search: bool | None = None
+    kv_k_offset: Literal["block", "none"] | None = None
+    kv_window: Literal["int8", "16bit"] | None = None
     kv_sink_tokens: int | None = None
     kv_recent_tokens: int | None = None
     kv_calibration: str | os.PathLike[str] | None = None
@@ -330,6 +337,9 @@ class TurbomindEngineConfig:
         for name in ("kv_rotation", "kv_scale_search"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name), flag=flag_of(name))
+        for name, choices in (("kv_k_offset", KV_K_OFFSETS), ("kv_window", KV_WINDOWS)):
+            value = getattr(self, name)
+            check_choice(name, value, choices=(None, *choices), flag=flag_of(name))
         for name, min_value in (("kv_sink_tokens", 0), ("kv_recent_tokens", -1)):
             value = getattr(self, name)
             if value is None:
@@ -343,7 +353,7 @@ class TurbomindEngineConfig:
                 wanted += " or -1" if min_value < 0 else ""
                 raise refuse(name, value, wanted=wanted, flag=flag_of(name))
         if self.kv_recent_tokens == -1 and self.kv_sink_tokens:
-            wanted = "0 because kv_recent_tokens -1 keeps no token in 16 bit"
+            wanted = "0 because kv_recent_tokens -1 keeps no window"
             raise refuse(
                 "kv_sink_tokens", self.kv_sink_tokens, wanted=wanted, flag="--kv-sink-tokens"
             )
@@ -357,6 +367,8 @@ class TurbomindEngineConfig:
             "kv_quality": "raw",
             "kv_rotation": False,
             "kv_scale_search": False,
+            "kv_k_offset": "none",
+            "kv_window": "16bit",
             "kv_sink_tokens": 0,
             "kv_recent_tokens": -1,
             "kv_calibration": None,

@@ -18,6 +18,8 @@ from lmdeploy.base.checks import refuse, user_path
 
 KV_QUALITIES = ("raw", "balanced", "best")
 UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
+KV_K_OFFSETS = ("block", "none")
+KV_WINDOWS = ("int8", "16bit")
 
 FLAG = "--kv-cache-format"
 MAX_TABLE_BYTES = 1 << 16

@@ -1,7 +1,7 @@
 """Resolve the options for the KV cache's accuracy and write them into the engine's config.
 
-`raw` adds nothing to the format. `balanced` rotates K, searches FP4 scales and keeps the first and
-the newest tokens in 16 bit. `best` adds constants from a calibration file. Each single option
+`raw` adds nothing to the format. `balanced` rotates K, searches FP4 scales, subtracts a K offset
+from each block, and keeps the first and the newest tokens in a window of 8 or 16 bits. `best` adds constants from a calibration file. Each single option
 replaces one ingredient. An ingredient without effect is off: the scale search without FP4, and
 every ingredient with the format none. Reports list only what is on.
 """
@@ -35,6 +35,8 @@ class KvOptions:
     quality: str  # raw if every layer stores 16 bit
     rotation: bool = False
     scale_search: bool = False
+    k_offset: bool = False
+    window: str = "16bit"
     sink_tokens: int = 0
     recent_tokens: int = NO_WINDOW16
     calibration: Path | None = None
@@ -53,9 +55,12 @@ class KvOptions:
         parts = ["K rotation"] if self.rotation else []
         if self.scale_search:
             parts.append("scale search")
+        if self.k_offset:
+            parts.append("K offset per block")
         if self.recent_tokens != NO_WINDOW16:
             first = f"first {self.sink_tokens} and " if self.sink_tokens else ""
-            parts.append(f"{first}newest {self.recent_tokens}+ tokens in 16 bit")
+            name = "16 bit" if self.window == "16bit" else self.window
+            parts.append(f"{first}newest {self.recent_tokens}+ tokens in {name}")
         if self.calibration is not None:
             parts.append(f"calibration {self.calibration.name}")
         if self.scales is not None:
@@ -69,6 +74,8 @@ class KvOptions:
             "quality": self.quality,
             "rotation": str(self.rotation).lower(),
             "scale_search": str(self.scale_search).lower(),
+            "k_offset": "block" if self.k_offset else "none",
+            "window": self.window,
             "sink_tokens": str(self.sink_tokens),
             "recent_tokens": str(self.recent_tokens),
             "calibration": self.calibration.name if self.calibration else "",
@@ -106,12 +113,18 @@ def resolve_kv_options(
     by_default = quality != "raw"
     sink_tokens, recent_tokens = _window16_tokens(config, by_default)
     search = by_default if config.kv_scale_search is None else config.kv_scale_search
+    has_window = recent_tokens != NO_WINDOW16
+    offset = config.kv_k_offset or ("block" if by_default else "none")
+    # A window of int8 costs more than it saves if the cache has 8 bits itself.
+    window = config.kv_window or ("int8" if by_default and names & four_bit_formats() else "16bit")
     path = config.kv_calibration
     return KvOptions(
         layers=layers,
         quality=quality,
         rotation=by_default if config.kv_rotation is None else config.kv_rotation,
         scale_search=search and bool(names & fp4_formats()),
+        k_offset=offset == "block" and has_window,
+        window=window if has_window else "16bit",
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
         calibration=None if path is None else user_path("kv_calibration", path),
@@ -169,6 +182,8 @@ def apply_kv_options(
         engine_config.kv_layers = [(pair.k, pair.v) for pair in options.layers]
     engine_config.kv_rotate_k = options.rotation
     engine_config.kv_search_scales = options.scale_search
+    engine_config.kv_k_offset = options.k_offset
+    engine_config.kv_window_format = "none" if options.window == "16bit" else options.window
     engine_config.kv_sink_tokens = options.sink_tokens
     engine_config.kv_recent_tokens = options.recent_tokens
     if options.calibration is not None:

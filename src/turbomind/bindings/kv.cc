@@ -118,6 +118,15 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
           "kv_recent_tokens",
           [](const EngineConfig& self) { return self.kv_quality.window16.recent_tokens; },
           [](EngineConfig& self, int value) { self.kv_quality.window16.recent_tokens = value; })
+      .def_property(
+          "kv_window_format",
+          [](const EngineConfig& self) { return self.kv_quality.window_format; },
+          [](EngineConfig& self, const py::object& value) {
+            self.kv_quality.window_format = ToKvFormat("kv_window_format", value);
+          })
+      .def_property(
+          "kv_k_offset", [](const EngineConfig& self) { return self.kv_quality.k_offset; },
+          [](EngineConfig& self, bool value) { self.kv_quality.k_offset = value; })
       .def_readwrite("collect_kv_statistics", &EngineConfig::collect_kv_statistics)
       .def(
           "set_kv_calibration",

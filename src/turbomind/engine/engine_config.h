@@ -25,6 +25,8 @@ struct KvQuality {
   bool rotate_k = false;
   bool search_scales = false;  // FP4
   PrecisionWindowTokens window16;
+  KvCacheMode window_format = KvCacheMode::kNone;  // as KvCacheConfig
+  bool k_offset = false;
   KvCalibration calibration = {};
 };
 

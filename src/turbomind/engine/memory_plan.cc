@@ -153,6 +153,8 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
     cache.layers = config.kv_layers;
   }
   cache.window16 = config.kv_quality.window16;
+  cache.window_format = config.kv_quality.window_format;
+  cache.k_offset = config.kv_quality.k_offset;
   return cache;
 }
 

@@ -168,6 +168,11 @@ KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device
 // values. "unsupported" means that the device cannot use the format.
 const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device);
 
+// Returns whether the window of recent blocks can have the format (kv/precision_window.h).
+TM_HD constexpr bool IsWindowFormat(KvCacheMode format) {
+  return format == KvCacheMode::kNone || format == KvCacheMode::kInt8;
+}
+
 // Returns whether codes are E2M1 with a scale byte per group, as those that fp4 stands for.
 TM_HD constexpr bool IsFp4(KvCacheMode format) {
   return format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv;

@@ -132,11 +132,17 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     block.head_dim = config.head_dim;
     block.block_seq_len = config.block_seq_len;
     block.dtype = config.dtype;
+    block.k_offset = config.k_offset && rule.enabled();
     LayerGroup& group =
         groups.emplace_back(LayerGroup{window, std::move(layers), block::Layout(block),
                                        std::nullopt, is_sixteen_bit ? PrecisionWindow{} : rule});
     if (group.rule.enabled()) {
-      block.layers.assign(block.layers.size(), {KvCacheMode::kNone, KvCacheMode::kNone});
+      for (block::Config::LayerFormats& formats : block.layers) {
+        const KvCacheMode format =
+            formats.k == KvCacheMode::kNone ? KvCacheMode::kNone : config.window_format;
+        formats = {format, format};
+      }
+      block.k_offset = false;
       group.window16_layout.emplace(std::move(block));
     }
   }

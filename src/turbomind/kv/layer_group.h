@@ -18,6 +18,9 @@ struct KvCacheConfig {
   int block_seq_len = 64;
   DataType dtype = DataType::kBFloat16;
   PrecisionWindowTokens window16;  // off unless set
+  // Format of the window's blocks: 16 bits, or int8 for layers whose K is quantized.
+  KvCacheMode window_format = KvCacheMode::kNone;
+  bool k_offset = false;  // blocks that leave the window store a K offset (kv/k_offset.h)
 };
 
 // Returns a configuration in which every layer has the same KV format for K and V.

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 #include "turbomind/kv/block_seq_len.h"
 #include "turbomind/kv/codec.h"
@@ -15,6 +16,11 @@ KvLayerView KvLayerView::Heads(int first, int count) const {
   KvLayerView heads = *this;
   heads.data = Payload(KvSide::kK, 0, first);
   heads.param_offset = Params(KvSide::kK, 0, first) - heads.data;
+  if (HasKOffset()) {
+    const KvRow row = KOffset(0, first);
+    heads.k_offset_codes = reinterpret_cast<std::byte*>(row.payload) - heads.data;
+    heads.k_offset_params = reinterpret_cast<std::byte*>(row.metadata) - heads.data;
+  }
   if (scales != nullptr) {
     heads.scales = Scales(KvSide::kK, 0, first);
   }
@@ -31,6 +37,7 @@ namespace turbomind::block {
 namespace {
 
 constexpr int64_t kAlignment = 16;
+constexpr int64_t kOffsetAlignment = 32;
 
 void CheckFormat(KvCacheMode format, int head_dim) {
   const int group = DispatchFormat(format, []<KvCacheMode M>() {
@@ -71,6 +78,13 @@ void CheckConfig(const Config& config) {
   }
 }
 
+int64_t AlignUp(int64_t bytes, int64_t alignment) { return CeilDiv(bytes, alignment) * alignment; }
+
+int64_t EndOfParams(const KvLayerView& view) {
+  return view.param_offset + static_cast<int64_t>(view.kv_heads) * view.block_seq_len *
+                                 (view.param_bytes[0] + view.param_bytes[1]);
+}
+
 // Returns the sizes of one layer. Offsets and pointers stay unset.
 KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   KvLayerView view;
@@ -87,12 +101,20 @@ KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   }
   const int64_t slots = static_cast<int64_t>(config.kv_heads) * config.block_seq_len;
   view.param_offset = slots * (view.row_bytes[0] + view.row_bytes[1]);
+  if (config.k_offset && formats.k != KvCacheMode::kNone) {
+    view.k_offset_codes = AlignUp(EndOfParams(view), kOffsetAlignment);
+    view.k_offset_params =
+        AlignUp(view.k_offset_codes + int64_t{config.kv_heads} * config.head_dim, kOffsetAlignment);
+  }
   return view;
 }
 
 int64_t LayerBytes(const KvLayerView& view) {
-  return view.param_offset + static_cast<int64_t>(view.kv_heads) * view.block_seq_len *
-                                 (view.param_bytes[0] + view.param_bytes[1]);
+  if (!view.HasKOffset()) {
+    return EndOfParams(view);
+  }
+  const int64_t params = int64_t{view.kv_heads} * ParamBytes(KvCacheMode::kInt8, view.dtype);
+  return AlignUp(view.k_offset_params + params, kOffsetAlignment);
 }
 
 int64_t LayerScaleBytes(const KvLayerView& view) {

@@ -27,7 +27,11 @@ struct KvRow {
 // tables.
 //
 // Data pool, per block and layer:  [kv_head][K|V][token][row_bytes], then for int8 and int4
-// [kv_head][K|V][token](scale, zero) in `dtype`. Scale pool: [kv_head][token][K | V] bytes.
+// [kv_head][K|V][token](scale, zero) in `dtype`. With a K offset, one row of int8 per head follows:
+// [kv_head][head_dim], then [kv_head](scale, zero), each aligned to 32 bytes. Scale pool:
+// [kv_head][token][K | V] bytes.
+//
+// With a K offset, K is what the codes mean plus the block's offset row (kv/k_offset.h).
 struct KvLayerView {
   std::byte* data = nullptr;    // data pool, already offset to this layer
   std::byte* scales = nullptr;  // scale pool, already offset to this layer; null without FP4
@@ -42,6 +46,9 @@ struct KvLayerView {
   int param_bytes[2] = {0, 0};  // bytes of (scale, zero) per token; 0 if the format has none
   int scale_bytes[2] = {0, 0};  // scale pool bytes per token and head; 0 if the format has none
   int64_t param_offset = 0;     // offset of the (scale, zero) region in the layer
+  // Offsets of the two regions of K offsets in the layer; 0 if blocks have no K offset.
+  int64_t k_offset_codes = 0;
+  int64_t k_offset_params = 0;
   const float* global_scale[2] = {nullptr,
                                   nullptr};  // [kv_heads] FP32 scale per head; null means 1.0
 
@@ -79,6 +86,13 @@ struct KvLayerView {
     return {reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(metadata)};
   }
   TM_HD int ScaleStride() const { return scale_bytes[0] + scale_bytes[1]; }
+  TM_HD bool HasKOffset() const { return k_offset_codes != 0; }
+  // Returns the offset row of a block's keys, in int8. REQUIRES: HasKOffset().
+  TM_HD KvRow KOffset(int64_t block, int head) const {
+    std::byte* layer = data + block * block_bytes;
+    return {reinterpret_cast<uint8_t*>(layer + k_offset_codes + head * head_dim),
+            reinterpret_cast<uint8_t*>(layer + k_offset_params + head * 2 * SizeOf(dtype))};
+  }
 
   // Returns a view of heads [first, first + count).
   KvLayerView Heads(int first, int count) const;
@@ -98,6 +112,7 @@ struct Config {
   int head_dim = 0;
   int block_seq_len = 64;
   DataType dtype = DataType::kBFloat16;
+  bool k_offset = false;  // of every layer whose K is quantized
 };
 
 // Computes the position of each byte of a block.

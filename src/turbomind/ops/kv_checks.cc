@@ -43,8 +43,8 @@ void CheckWindow16Layer(const KvLayerView& kv, const KvLayerView& window16) {
     return;
   }
   CheckLayer(window16);
-  Check(window16.format[0] == KvCacheMode::kNone && window16.format[1] == KvCacheMode::kNone,
-        "the 16-bit pool must not be quantized");
+  Check(IsWindowFormat(window16.format[0]) && window16.format[1] == window16.format[0],
+        "the window must be in 16 bits or in int8");
   Check(window16.kv_heads == kv.kv_heads && window16.head_dim == kv.head_dim &&
             window16.dtype == kv.dtype && window16.block_seq_len == kv.block_seq_len,
         "the 16-bit pool must have the layer's shape");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/sliding_window.h"
 
@@ -134,14 +135,30 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
                   static_cast<size_t>(kv.row_bytes[s]) * kv.block_seq_len);
       return;
     }
-    const RowFormat from = {KvCacheMode::kNone, window16.head_dim, window16.dtype, 1.f, false};
+    const RowFormat from = {window16.format[s], window16.head_dim, window16.dtype, 1.f, false};
     const RowFormat to = {kv.format[s], kv.head_dim, kv.dtype, GlobalScale(kv, side, head),
                           params.search_scales};
+    const auto read = [&](int slot, float* row) {
+      const KvRow at = window16.Row(side, pending.window16, head, slot);
+      kernels.decode_row(from, at.payload, at.metadata, row);
+    };
+    const bool has_offset = side == KvSide::kK && kv.HasKOffset();
     float row[kMaxHeadDim];
+    float offset[kMaxHeadDim] = {};
+    if (has_offset) {
+      for (int slot = 0; slot < kv.block_seq_len; ++slot) {
+        read(slot, row);
+        AddToKOffset(row, kv.head_dim, kv.dtype, offset);
+      }
+      StoreKOffset(kv.KOffset(pending.quantized, head), kv.head_dim, kv.dtype, kv.block_seq_len,
+                   offset);
+    }
     int clipped = 0;
     for (int slot = 0; slot < kv.block_seq_len; ++slot) {
-      kernels.decode_row(from, window16.Row(side, pending.window16, head, slot).payload, nullptr,
-                         row);
+      read(slot, row);
+      for (int d = 0; has_offset && d < kv.head_dim; ++d) {
+        row[d] -= offset[d];
+      }
       const KvRow at = kv.Row(side, pending.quantized, head, slot);
       // NaN and infinities were counted before.
       clipped += kernels.encode_row(to, row, at.payload, at.metadata).clipped;
@@ -178,6 +195,14 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
       kernels.decode_row({kv.format[static_cast<int>(side)], head_dim, kv.dtype,
                           GlobalScale(kv, side, head), false},
                          at.payload, at.metadata, out);
+      if (side == KvSide::kK && kv.HasKOffset()) {
+        float offset[kMaxHeadDim];
+        const KvRow row_at = kv.KOffset(block, head);
+        KOffsetCodec::DecodeRow(row_at.payload, row_at.metadata, head_dim, kv.dtype, 1.f, offset);
+        for (int d = 0; d < head_dim; ++d) {
+          out[d] += offset[d];
+        }
+      }
     }
   });
 }

@@ -18,13 +18,20 @@ struct TileScores {
   float largest;
 };
 
-TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end) {
-  const F32x16 factor = Set1(scale);
+// How the sums of a tile become scores: scale * sum + shift of the run of 16 tokens.
+struct ScoreTerms {
+  float scale;
+  const float* shift;  // [kTileTokens / 16] q · K offset; zeros if blocks have none
+};
+alignas(64) inline constexpr float kNoShift[kLanes] = {};
+
+TM_HD TileScores ReadScores(const float* scores, const ScoreTerms& terms, int begin, int end) {
+  const F32x16 factor = Set1(terms.scale);
   const F32x16 hidden = Set1(-__builtin_inff());
   TileScores tile;
   const bool all = begin == 0 && end == 4 * kLanes;
   for (int i = 0; i < 4; ++i) {
-    tile.s[i] = Mul(Load(scores + 16 * i), factor);
+    tile.s[i] = Fma(Load(scores + 16 * i), factor, Set1(terms.shift[i]));
     if (!all) {
       tile.s[i] = Select(LaneRange(begin - 16 * i, end - 16 * i), tile.s[i], hidden);
     }
@@ -33,16 +40,17 @@ TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end
   return tile;
 }
 
-// Replaces the scores s of a tile, in units of `scale`, with cap * tanh(s / cap) in units of log2.
-// `cap` is in units of e. Hidden positions get some value, too.
-TM_HD void CapScores(float* scores, float scale, float cap) {
+// Replaces the sums of a tile with cap * tanh(score / cap) in units of log2. `cap` is in units of
+// e. Hidden positions get some value, too.
+TM_HD void CapScores(float* scores, const ScoreTerms& terms, float cap) {
   const F32x16 one = Set1(1.f);
   const F32x16 largest = Set1(cap * kLog2E);
   // tanh(x) = (1 - t) / (1 + t) for x >= 0 and t = 2^(-2 x log2(e)). `scale` contains log2(e).
-  const F32x16 factor = Set1(2.f * scale / cap);
+  const F32x16 factor = Set1(2.f * terms.scale / cap);
   const I32x16 sign = Set1Int(INT32_MIN);
   for (int i = 0; i < kTileTokens; i += kLanes) {
-    const I32x16 x = Bits(Mul(Load(scores + i), factor));
+    const F32x16 shift = Set1(2.f * terms.shift[i / kLanes] / cap);
+    const I32x16 x = Bits(Fma(Load(scores + i), factor, shift));
     const F32x16 t = Exp2(FromBits(Or(x, sign)));  // -|x|
     const F32x16 tanh = Div(Sub(one, t), Add(one, t));
     Store(scores + i, Mul(FromBits(Or(Bits(tanh), And(x, sign))), largest));
@@ -82,8 +90,8 @@ struct SoftmaxState {
 
   // Replaces the scores of a tile, of which positions [begin, end) are visible, with 2^(score - m).
   // Returns the factor of o. A NaN score makes the state NaN.
-  TM_HD float Update(float* scores, float scale, int begin, int end) {
-    const TileScores tile = ReadScores(scores, scale, begin, end);
+  TM_HD float Update(float* scores, const ScoreTerms& terms, int begin, int end) {
+    const TileScores tile = ReadScores(scores, terms, begin, end);
     const float top = __builtin_ceilf(tile.largest);
     const float m_new = top <= m ? m : top;
     const float correction = PowerOfTwo(m - m_new);
@@ -98,8 +106,8 @@ struct SoftmaxState {
     float old;
     float tile;
   };
-  TM_HD Factors UpdateTile(float* scores, float scale, int begin, int end) {
-    const TileScores tile = ReadScores(scores, scale, begin, end);
+  TM_HD Factors UpdateTile(float* scores, const ScoreTerms& terms, int begin, int end) {
+    const TileScores tile = ReadScores(scores, terms, begin, end);
     const float top = __builtin_ceilf(tile.largest);
     const bool lower = top <= m;
     const float smaller = PowerOfTwo(lower ? top - m : m - top);
@@ -153,6 +161,15 @@ TM_HD float SumRow(const float* q, int head_dim) {
   F32x16 sum = Zero();
   for (int d = 0; d < head_dim; d += kLanes) {
     sum = Add(sum, Load(q + d));
+  }
+  return ReduceAdd(sum);
+}
+
+// Returns x · y in one fixed order.
+TM_HD float DotRow(const float* x, const float* y, int n) {
+  F32x16 sum = Zero();
+  for (int d = 0; d < n; d += kLanes) {
+    sum = Fma(Load(x + d), Load(y + d), sum);
   }
   return ReduceAdd(sum);
 }

@@ -18,6 +18,7 @@ namespace turbomind::TM_ISA {
 struct TileRows {
   float* scores;       // [kTileTokens] each; become weights
   const float* scale;  // factor from sums to scores
+  const float* shift;  // ScoreTerms::shift of each
   SoftmaxState* state;
   float* old;   // SoftmaxState::Factors
   float* tile;  // the tile's factor times value_scale
@@ -28,11 +29,12 @@ struct TileRows {
 // not rounded, they include value_scale, and `tile` is left unchanged. REQUIRES: a nonempty range.
 inline void UpdateOneRow(const TileRows& row, const Seen& seen, bool rounds_weights) {
   if (rounds_weights) {
-    const auto factors = row.state->UpdateTile(row.scores, *row.scale, seen.begin, seen.end);
+    const auto factors =
+        row.state->UpdateTile(row.scores, {*row.scale, row.shift}, seen.begin, seen.end);
     *row.old = factors.old;
     *row.tile = factors.tile * row.value_scale;
   } else {
-    *row.old = row.state->Update(row.scores, *row.scale, seen.begin, seen.end);
+    *row.old = row.state->Update(row.scores, {*row.scale, row.shift}, seen.begin, seen.end);
     ScaleWeights(row.scores, row.value_scale);
   }
 }
@@ -77,7 +79,8 @@ TM_HD void UpdateRows(const TileRows& rows) {
     const F32x16 scale = Set1(rows.scale[r]);
     Unroll<4>([&](auto i) __attribute__((always_inline)) {
       constexpr int k = decltype(i)::value;
-      s[r][k] = Mul(Load(rows.scores + r * kTileTokens + 16 * k), scale);
+      s[r][k] = Fma(Load(rows.scores + r * kTileTokens + 16 * k), scale,
+                    Set1(rows.shift[r * kTileTokens / 16 + k]));
     });
     max_score[r] = Max(Max(s[r][0], s[r][1]), Max(s[r][2], s[r][3]));
   });

@@ -13,6 +13,7 @@
 #include "turbomind/backend/cpu/isa/attention/bf16_attention_load.h"
 #include "turbomind/backend/cpu/isa/attention/bf16_attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/prefill_attention_item.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_softmax.h"
 
 namespace turbomind::TM_ISA {
 namespace {
@@ -252,6 +253,17 @@ void ScaleScores(const Block& b, int row, float* scores) {
   }
 }
 
+// Adds the shifts of a row, which are in units of log2, to its sums.
+void AddShift(const Block& b, const View& view, int row, float* scores) {
+  if (row >= b.rows) {
+    return;
+  }
+  for (int i = 0; i < kTileTokens; i += kLanes) {
+    const float shift = b.shift[row * kTileRuns + i / kLanes] / view.scale;
+    Store(scores + i, Add(Load(scores + i), Set1(shift)));
+  }
+}
+
 // Turns the scores of the rows [first, first + 8) of a block into weights.
 void UpdateHalf(const Block& b, const TileOf& t, int block, int first, BlockScores& of) {
   const View& view = t.view->view;
@@ -260,8 +272,11 @@ void UpdateHalf(const Block& b, const TileOf& t, int block, int first, BlockScor
     if (t.view->fns.affine_keys) {
       ScaleScores(b, block * kRegisterRows + r, of.scores + r * kTileTokens);
     }
+    if (view.kv.layer->HasKOffset()) {
+      AddShift(b, view, block * kRegisterRows + r, of.scores + r * kTileTokens);
+    }
     if (b.args->score_cap != 0.f) {
-      CapScores(of.scores + r * kTileTokens, view.scale, b.args->score_cap);
+      CapScores(of.scores + r * kTileTokens, {view.scale, kNoShift}, b.args->score_cap);
     }
   }
   if (b.args->score_cap != 0.f) {
@@ -290,6 +305,7 @@ void ReadTile(Block& b, const Bf16View& view, int tile) {
   OpenTile(view.view.kv, KvSide::kK, tile, any.begin, any.end, &b.side[0]);
   OpenTile(view.view.kv, KvSide::kV, tile, any.begin, any.end, &b.side[1]);
   view.fns.unpack_keys(b);
+  ShiftScores(b, view.view, tile, any);
   TileOf t = {&view, tile, AllSeeAll(b, view.view, tile), 0};
   if (!view.fns.unpack_values(b, any)) {
     t.unfit = ClearUnfitValues(b, view, any);

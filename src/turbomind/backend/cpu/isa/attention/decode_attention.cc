@@ -8,6 +8,7 @@
 
 #include "turbomind/backend/cpu/isa/attention/attention.h"
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/attention_offset.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax_rows.h"
 #include "turbomind/backend/cpu/isa/attention/attention_views.h"
@@ -92,26 +93,38 @@ SplitKernels FindKernels(const KvLayerView& layer, int heads_index, bool exact) 
   return k;
 }
 
-// One view of the cache: the layer's quantized pool or its 16-bit window.
+// One view of the cache: the layer's quantized pool or its window.
 struct View {
+  int index = 0;
   KvHead kv;
   SplitKernels kernels;
   float scale = 1.f;         // factor from sums to scores
+  float offset_scale = 1.f;  // factor from q · K offset to scores
   float value_scale = 1.f;   // factor of the weights of its values
   float score_cap = 0.f;     // 0: none
   bool interleaved = false;  // order of its value lanes
 };
 
-View OpenView(const KvHead& kv, int heads_index, const DecodeSplitsArgs& args) {
+View OpenView(int index, int heads_index, const DecodeSplitsArgs& args) {
+  const KvHead& kv = index == 0 ? args.kv : args.window16;
   View view;
+  view.index = index;
   view.kv = kv;
   view.kernels = FindKernels(*kv.layer, heads_index, args.exact);
   view.scale = ScoreScale(kv, args.softmax_scale);
+  view.offset_scale = args.softmax_scale * kLog2E;
   view.score_cap = args.score_cap;
   view.value_scale = args.window16.layer != nullptr ? ValueScale(kv) : 1.f;
   view.interleaved = HasInterleavedValues(kv, args.exact);
   return view;
 }
+
+// The queries, rounded for the integer keys of one view.
+struct RoundedHeads {
+  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // ScoreArgs
+  float scale[kMaxHeads];                                  // RoundedQuery
+  float sum[kMaxHeads];
+};
 
 // Up to kMaxHeads query heads and their attention state in a split.
 struct Heads {
@@ -122,9 +135,9 @@ struct Heads {
   alignas(64) float scores[kMaxHeads * kTileTokens];
   alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
   float qsum[kMaxHeads];
-  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // rounded q: ScoreArgs
-  RoundedQuery rounded[kMaxHeads];
-  float rounded_sum[kMaxHeads];
+  RoundedHeads rounded[2];  // by view
+  TileOffsets offsets;      // of the current tile
+  alignas(64) float shift[kMaxHeads * kTileRuns];
   float old[kMaxHeads];  // for the current tile: SoftmaxState::Factors
   float tile[kMaxHeads];
   ValueScales value_scales;
@@ -153,14 +166,20 @@ void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* 
   heads->sides[1].meta = heads->meta[1];
 }
 
-// Rounds the queries. Padding heads have a query of zero.
-void RoundQueries(RoundFn round, int padded, Heads& heads) {
+// Rounds the queries for a view with integer keys. Padding heads have a query of zero.
+void RoundQueries(const View& view, int padded, Heads& heads) {
+  if (view.kernels.round == nullptr) {
+    return;
+  }
+  RoundedHeads& to = heads.rounded[view.index];
   int32_t pairs[kMaxHeadDim / 2];
   for (int h = 0; h < padded; ++h) {
-    heads.rounded[h] = round(heads.q + h * heads.head_dim, heads.head_dim, pairs);
-    heads.rounded_sum[h] = heads.rounded[h].sum;
+    const RoundedQuery rounded =
+        view.kernels.round(heads.q + h * heads.head_dim, heads.head_dim, pairs);
+    to.scale[h] = rounded.scale;
+    to.sum[h] = rounded.sum;
     for (int i = 0; i < heads.head_dim / 2; ++i) {
-      heads.pairs[i * padded + h] = pairs[i];
+      to.pairs[i * padded + h] = pairs[i];
     }
   }
 }
@@ -178,13 +197,15 @@ void Reorder(Heads& heads, bool interleaved) {
 }
 
 float ScaleOfHead(const View& view, const Heads& heads, int h) {
-  return view.kernels.round != nullptr ? view.scale * heads.rounded[h].scale : view.scale;
+  return view.kernels.round != nullptr ? view.scale * heads.rounded[view.index].scale[h]
+                                       : view.scale;
 }
 
 // Returns the rows from head h on. `scale` must also start at head h.
 TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
   return {heads.scores + h * kTileTokens,
           scale,
+          heads.shift + h * kTileRuns,
           heads.state + h,
           heads.old + h,
           heads.tile + h,
@@ -221,8 +242,10 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   for (int h = 0; h < heads.num_heads; ++h) {
     scale[h] = ScaleOfHead(view, heads, h);
     if (view.score_cap != 0.f) {
-      CapScores(heads.scores + h * kTileTokens, scale[h], view.score_cap);
+      float* shift = heads.shift + h * kTileRuns;
+      CapScores(heads.scores + h * kTileTokens, {scale[h], shift}, view.score_cap);
       scale[h] = 1.f;
+      __builtin_memset(shift, 0, kTileRuns * sizeof(float));
     }
   }
   const bool rounds = view.kernels.rounds_weights;
@@ -233,14 +256,30 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   }
 }
 
+// Fills the shifts of a tile. They are zero if blocks have no K offset.
+void ShiftScores(const View& view, int tile, const Seen& seen, Heads& heads) {
+  if (!view.kv.layer->HasKOffset()) {
+    __builtin_memset(heads.shift, 0, sizeof(heads.shift));
+    return;
+  }
+  OpenOffsets(view.kv, tile, seen, &heads.offsets);
+  for (int h = 0; h < heads.num_heads; ++h) {
+    ScoreOffsets(heads.offsets, heads.q + h * heads.head_dim, heads.head_dim, view.offset_scale,
+                 heads.shift + h * kTileRuns);
+  }
+}
+
 // Processes one tile of a sequence with `context` positions and prefetches the next tile.
 void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
-  const bool rounded = view.kernels.round != nullptr;
+  const RoundedHeads* rounded =
+      view.kernels.round != nullptr ? &heads.rounded[view.index] : nullptr;
   OpenNext(view.kv, KvSide::kK, tile + kTileTokens, context, &heads.sides[0]);
-  view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
-                      rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
+  view.kernels.score({&heads.sides[0], heads.q, rounded != nullptr ? rounded->pairs : nullptr,
+                      rounded != nullptr ? rounded->sum : heads.qsum, heads.head_dim,
+                      heads.scores});
+  ShiftScores(view, tile, seen, heads);
   UpdateSoftmax(view, seen, heads);
   Reorder(heads, view.interleaved);
   OpenNext(view.kv, KvSide::kV, tile + kTileTokens, context, &heads.sides[1]);
@@ -250,7 +289,7 @@ void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& 
 
 int SplitEnd(int begin) { return (begin / kSplitTokens + 1) * kSplitTokens; }
 
-// Processes all tiles of one split. `views` has one entry, or two if the layer keeps a 16-bit
+// Processes all tiles of one split. `views` has one entry, or two if the layer keeps a
 // window.
 void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int padded, int begin,
                int end, Heads& heads) {
@@ -294,12 +333,9 @@ void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   FillHeads(args, first_head, padded, &heads);
   const size_t num_views = args.window16.layer != nullptr ? 2 : 1;
   View views[2];
-  views[0] = OpenView(args.kv, index, args);
-  if (num_views == 2) {
-    views[1] = OpenView(args.window16, index, args);  // 16-bit values: queries are not rounded
-  }
-  if (views[0].kernels.round != nullptr) {
-    RoundQueries(views[0].kernels.round, padded, heads);
+  for (size_t i = 0; i < num_views; ++i) {
+    views[i] = OpenView(static_cast<int>(i), index, args);
+    RoundQueries(views[i], padded, heads);
   }
   const int64_t head_stride = kStateHeader + heads.head_dim;
   float* states = args.states + first_head * head_stride;

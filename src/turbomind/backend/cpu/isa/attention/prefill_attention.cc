@@ -33,14 +33,18 @@ void UseTiles(TileFns& /*fns*/, bool /*keys*/, bool /*values*/) {}
 void SplitQueries(const Block& /*block*/) {}
 #endif
 
-void RoundQueries(const Block& b, RoundedQuery (*round)(const float*, int, int32_t*)) {
+// Rounds the queries for a view with integer keys.
+void RoundQueries(const Block& b, const View& view) {
+  if (view.fns.round == nullptr) {
+    return;
+  }
+  const RoundedRows& to = b.rounded[view.window16];
   for (int row = 0; row < b.rows; ++row) {
     const RoundedQuery rounded =
-        round(b.q + row * b.head_dim, b.head_dim, b.pairs + row * b.head_dim / 2);
-    b.q_scale[row] = rounded.scale;
-    b.rounded_sum[row] = rounded.sum;
+        view.fns.round(b.q + row * b.head_dim, b.head_dim, to.pairs + row * b.head_dim / 2);
+    to.scale[row] = rounded.scale;
+    to.sum[row] = rounded.sum;
   }
-  SplitQueries(b);
 }
 
 // Selects the kernels of a view. Integer codes use integer arithmetic unless `exact` requests FP32.
@@ -80,8 +84,10 @@ void ReadTile(Block& b, const View& view, int tile) {
   }
   OpenTile(view.kv, KvSide::kK, tile, any.begin, any.end, &b.side[0]);
   OpenTile(view.kv, KvSide::kV, tile, any.begin, any.end, &b.side[1]);
+  b.queries = &b.rounded[view.window16];
   view.fns.unpack_keys(b);
   view.fns.score(b);
+  ShiftScores(b, view, tile, any);
   UpdateSoftmax(b, view, tile, AllSeeAll(b, view, tile));
   view.fns.add_values(b, view, tile, any);
 }
@@ -101,12 +107,12 @@ void PrefillRows(const PrefillRowsArgs& args) {
 #endif
   const int num_views = args.window16.layer != nullptr ? 2 : 1;
   View views[2];
-  views[0] = MakeView(args, false);
-  if (views[0].fns.round != nullptr) {
-    RoundQueries(b, views[0].fns.round);
+  for (int i = 0; i < num_views; ++i) {
+    views[i] = MakeView(args, i == 1);
+    RoundQueries(b, views[i]);
   }
-  if (num_views == 2) {
-    views[1] = MakeView(args, true);  // 16-bit values: queries are not rounded
+  if (views[0].fns.round != nullptr) {
+    SplitQueries(b);
   }
   ForEachTile(b, [&](int tile) {
     for (int i = 0; i < num_views; ++i) {

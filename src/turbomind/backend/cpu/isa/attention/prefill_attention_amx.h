@@ -37,13 +37,14 @@ constexpr UpperHalves MakeUpperHalves() {
 }
 inline constexpr UpperHalves kUpperHalves = MakeUpperHalves();
 
-// Splits b.pairs into b.halves: for each row and group bf16[2][16], in the order of the pairs.
+// Splits the queries that are rounded for the quantized pool into b.halves: for each row and group
+// bf16[2][16], in the order of the pairs.
 inline void SplitQueries(const Block& b) {
   const __m512i upper = _mm512_load_si512(kUpperHalves.from);
   const int groups = b.rows * b.head_dim / 16;
   for (int i = 0; i < groups; ++i) {
     const __m256i shorts =
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b.pairs + i * kGroupPairs));
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b.rounded[0].pairs + i * kGroupPairs));
     const __m512i q = _mm512_maskz_cvtepi16_epi32(0xffff, shorts);
     const __m512i high =
         _mm512_slli_epi32(_mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8), 8);

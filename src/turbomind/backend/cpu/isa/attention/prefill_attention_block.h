@@ -6,6 +6,7 @@
 
 #include "turbomind/backend/cpu/isa/attention/attention_integer.h"
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/attention_offset.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/attention_views.h"
 
@@ -21,6 +22,13 @@ inline constexpr int kColumns = 2;
 
 inline constexpr int kRegisterRows = 16;    // of an AMX tile register
 inline constexpr int kTileRegister = 1024;  // its bytes
+
+// The queries of an item, rounded for the integer keys of one view.
+struct RoundedRows {
+  int32_t* pairs = nullptr;  // [rows, head_dim / 2]
+  float* scale = nullptr;    // [rows] RoundedQuery
+  float* sum = nullptr;      // [rows]
+};
 
 // The working data of one item. The arrays point into the caller's scratch. o and state have rows
 // up to a multiple of kRegisterRows.
@@ -40,14 +48,15 @@ struct Block {
   float* total_o = nullptr;
   SoftmaxState* state = nullptr;  // [rows] for the split
   SoftmaxState* total = nullptr;
-  float* old = nullptr;          // [rows] SoftmaxState::Factors of the tile
-  float* tile = nullptr;         // [rows]
-  float* qsum = nullptr;         // [rows]
-  int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, if keys are integers
-  float* halves = nullptr;       // queries for AMX: [rows, a multiple of 16][head_dim + 16]
-  float* q_scale = nullptr;      // [rows] RoundedQuery::scale
-  float* rounded_sum = nullptr;  // [rows]
-  Visible* visible = nullptr;    // [tokens]
+  float* old = nullptr;                  // [rows] SoftmaxState::Factors of the tile
+  float* tile = nullptr;                 // [rows]
+  float* qsum = nullptr;                 // [rows]
+  RoundedRows rounded[2];                // by view: queries for integer keys
+  const RoundedRows* queries = nullptr;  // of the tile's view
+  float* halves = nullptr;               // queries for AMX: [rows, a multiple of 16][head_dim + 16]
+  TileOffsets* offsets = nullptr;        // of the tile
+  float* shift = nullptr;                // [rows, kTileRuns] q · K offset
+  Visible* visible = nullptr;            // [tokens]
 
   int32_t* key_pairs() const { return reinterpret_cast<int32_t*>(keys); }
   int32_t* value_pairs() const { return reinterpret_cast<int32_t*>(values); }
@@ -66,12 +75,13 @@ struct TileFns {
   bool rounds_weights = false;
 };
 
-// One view of the cache: the layer's quantized pool or its 16-bit window.
+// One view of the cache: the layer's quantized pool or its window.
 struct View {
   KvHead kv;
   TileFns fns;
-  float scale = 1.f;        // factor from sums to scores
-  float value_scale = 1.f;  // factor of the weights of its values
+  float scale = 1.f;         // factor from sums to scores
+  float offset_scale = 1.f;  // factor from q · K offset to scores
+  float value_scale = 1.f;   // factor of the weights of its values
   bool window16 = false;
   bool interleave = false;  // its values must be reordered to the order of o
 };

@@ -47,7 +47,7 @@ TM_HD void ScoreRowsInteger(const Block& b, int row, int column) {
   const float* meta = b.side[0].meta + column;
   const int stride = b.head_dim / 2;
   const int step = IsGrouped(S) ? kGroupPairs : stride;  // pairs that share a scale
-  const int32_t* q = b.pairs + row * stride;
+  const int32_t* q = b.queries->pairs + row * stride;
   const int32_t* keys = b.key_pairs() + column;
   float* scores = b.scores + row * kTileTokens + column;
   for (int first = 0; first < stride; first += step, meta += kTileTokens) {
@@ -73,7 +73,7 @@ TM_HD void ScoreRowsInteger(const Block& b, int row, int column) {
       const float* scale = meta + 16 * decltype(c)::value;
       float* at = scores + decltype(r)::value * kTileTokens + 16 * decltype(c)::value;
       if constexpr (IsAffine(S)) {
-        Store(at, AffineScore(ToFloat(total), b.rounded_sum[row + decltype(r)::value], scale));
+        Store(at, AffineScore(ToFloat(total), b.queries->sum[row + decltype(r)::value], scale));
       } else {
         Store(at, Fma(ToFloat(total), Load(scale), first == 0 ? Zero() : Load(at)));
       }

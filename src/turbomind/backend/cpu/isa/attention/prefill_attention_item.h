@@ -34,9 +34,14 @@ inline Block MakeBlock(const PrefillRowsArgs& args) {
   b.total_o = take(row_floats);
   b.old = take(b.rows);
   b.tile = take(b.rows);
-  b.q_scale = take(b.rows);
-  b.rounded_sum = take(b.rows);
-  b.pairs = reinterpret_cast<int32_t*>(take(row_floats / 2));
+  for (RoundedRows& rounded : b.rounded) {
+    rounded.pairs = reinterpret_cast<int32_t*>(take(row_floats / 2));
+    rounded.scale = take(b.rows);
+    rounded.sum = take(b.rows);
+  }
+  b.shift = take(static_cast<int64_t>(b.rows) * kTileRuns);
+  __builtin_memset(b.shift, 0, sizeof(float) * b.rows * kTileRuns);
+  b.offsets = reinterpret_cast<TileOffsets*>(take(sizeof(TileOffsets) / sizeof(float)));
   b.halves = take(padded_rows * (b.head_dim + 16));
   b.qsum = take(b.rows);
   b.state = reinterpret_cast<SoftmaxState*>(take(2 * padded_rows));
@@ -66,6 +71,7 @@ inline View OpenView(const PrefillRowsArgs& args, bool window16) {
   View view;
   view.kv = window16 ? args.window16 : args.kv;
   view.scale = ScoreScale(view.kv, args.softmax_scale);
+  view.offset_scale = args.softmax_scale * kLog2E;
   view.value_scale = args.window16.layer != nullptr ? ValueScale(view.kv) : 1.f;
   view.window16 = window16;
   view.interleave = window16 && HasInterleavedValues(args.kv, args.exact);

@@ -12,7 +12,21 @@
 namespace turbomind::TM_ISA {
 
 TM_HD float ScaleOfRow(const Block& b, const View& view, int row) {
-  return view.fns.round != nullptr ? view.scale * b.q_scale[row] : view.scale;
+  return view.fns.round != nullptr ? view.scale * b.queries->scale[row] : view.scale;
+}
+
+// Fills the shifts of a tile, of which the rows see `any`. They are zero if blocks have no K
+// offset.
+inline void ShiftScores(const Block& b, const View& view, int tile, const Seen& any) {
+  if (!view.kv.layer->HasKOffset()) {
+    __builtin_memset(b.shift, 0, sizeof(float) * b.rows * kTileRuns);
+    return;
+  }
+  OpenOffsets(view.kv, tile, any, b.offsets);
+  for (int row = 0; row < b.rows; ++row) {
+    ScoreOffsets(*b.offsets, b.q + row * b.head_dim, b.head_dim, view.offset_scale,
+                 b.shift + row * kTileRuns);
+  }
 }
 
 // Caps the row's scores if the model does, and returns the factor from sums to scores.
@@ -21,7 +35,9 @@ inline float ScoreScaleOfRow(const Block& b, const View& view, int row) {
   if (b.args->score_cap == 0.f) {
     return scale;
   }
-  CapScores(b.scores + row * kTileTokens, scale, b.args->score_cap);
+  float* shift = b.shift + row * kTileRuns;
+  CapScores(b.scores + row * kTileTokens, {scale, shift}, b.args->score_cap);
+  __builtin_memset(shift, 0, kTileRuns * sizeof(float));
   return 1.f;
 }
 
@@ -34,8 +50,9 @@ inline void UpdateRow(const Block& b, const View& view, int tile, int row) {
     __builtin_memset(scores, 0, kTileTokens * sizeof(float));
   } else {
     const float scale = ScoreScaleOfRow(b, view, row);
-    UpdateOneRow({scores, &scale, b.state + row, b.old + row, b.tile + row, view.value_scale}, seen,
-                 view.fns.rounds_weights);
+    UpdateOneRow({scores, &scale, b.shift + row * kTileRuns, b.state + row, b.old + row,
+                  b.tile + row, view.value_scale},
+                 seen, view.fns.rounds_weights);
   }
 }
 
@@ -48,8 +65,8 @@ inline int UpdateRowsInFours(const Block& b, const View& view) {
     for (int r = 0; r < 4; ++r) {
       scale[r] = ScoreScaleOfRow(b, view, row + r);
     }
-    UpdateRows<4>({b.scores + row * kTileTokens, scale, b.state + row, b.old + row, b.tile + row,
-                   view.value_scale});
+    UpdateRows<4>({b.scores + row * kTileTokens, scale, b.shift + row * kTileRuns, b.state + row,
+                   b.old + row, b.tile + row, view.value_scale});
   }
   return row;
 }

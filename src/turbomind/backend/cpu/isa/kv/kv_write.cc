@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention/attention.h"
+#include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 #include "turbomind/backend/cpu/isa/simd/simd.h"
@@ -60,14 +61,6 @@ TM_HD void ScaleRow(float* x, float scale, int n) {
   for (int d = 0; d < n; d += kLanes) {
     Store(x + d, Mul(Load(x + d), Set1(scale)));
   }
-}
-
-TM_HD float DotRow(const float* x, const float* y, int n) {
-  F32x16 sum = Zero();
-  for (int d = 0; d < n; d += kLanes) {
-    sum = Fma(Load(x + d), Load(y + d), sum);
-  }
-  return ReduceAdd(sum);
 }
 
 struct TokenRows {

@@ -1,0 +1,41 @@
+#pragma once
+
+// ⑥ The K offset of a block: the part that its keys have in common. It is removed before the keys
+// are quantized, so that their codes spend no steps on it, and it is added again when they are
+// read. A query adds q · offset once per block instead of once per key.
+//
+// The offset is the mean of the block's keys as they are stored when the block leaves the window,
+// after RoPE and rotation: m[d] = (x[0][d] + x[1][d] + ...) / block_seq_len, summed in FP32 in the
+// order of slots, where NaN counts as 0 and an infinity as the largest finite value. It is stored
+// as a row of int8 in the cache dtype (Codec<kInt8>), and what is subtracted and added is the
+// decoded row. It depends on the block's keys alone, so neither chunking nor a prefix hit changes
+// it.
+//
+// Compile without FMA contraction, as kv/codec.h.
+
+#include "turbomind/kv/codec.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind {
+
+using KOffsetCodec = Codec<KvCacheMode::kInt8>;
+
+// Adds one key to the sums [n] of its block.
+TM_HD void AddToKOffset(const float* key, int n, DataType dtype, float* sums) {
+  for (int d = 0; d < n; ++d) {
+    sums[d] = sums[d] + FiniteValue(key[d], dtype);
+  }
+}
+
+// Stores the mean of `tokens` keys, given their sums [n], and replaces the sums with the decoded
+// offset. REQUIRES: `tokens` is a power of two.
+TM_HD void StoreKOffset(const KvRow& to, int n, DataType dtype, int tokens, float* sums) {
+  const float share = 1.f / static_cast<float>(tokens);
+  for (int d = 0; d < n; ++d) {
+    sums[d] = sums[d] * share;
+  }
+  KOffsetCodec::EncodeRow(sums, n, dtype, 1.f, to.payload, to.metadata);
+  KOffsetCodec::DecodeRow(to.payload, to.metadata, n, dtype, 1.f, sums);
+}
+
+}  // namespace turbomind
