@@ -127,6 +127,7 @@ class ModelConfig:
     moe: MoeConfig
     ropes: list[RopeConfig]
     layer_ropes: list[int]  # per layer: index in ropes, or -1; empty: 0 for all
+    k_bias: bool  # K has a bias, which RoPE follows without a norm
     windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
     dtype: str  # float32, float16, bfloat16
     def __init__(self) -> None: ...

@@ -50,7 +50,7 @@ def setups(
 ) -> dict[str, dict[str, str]]:
     """Return formats and ingredients by label, except for raw formats."""
     resolved = {
-        label: resolve_kv_options(config, model.config.windows)
+        label: resolve_kv_options(config, model.config.windows, k_bias=model.config.k_bias)
         for label, config in variants.items()
     }
     return {

@@ -11,7 +11,7 @@ extern "C" {
 #endif
 
 #define KVX_TM_VERSION_MAJOR 1
-#define KVX_TM_VERSION_MINOR 0
+#define KVX_TM_VERSION_MINOR 1
 
 /* The KV formats. The numbers are permanent. */
 typedef enum kvx_tm_mode {
@@ -27,7 +27,10 @@ typedef enum kvx_tm_mode {
 typedef enum kvx_tm_flags {
   KVX_TM_FLAG_NONE = 0,
   KVX_TM_FLAG_ROTATED = 1, /* K is stored after a Hadamard rotation; head_dim % 16 is 0 */
-  KVX_TM_FLAG_SEARCH = 2   /* FP4 scales minimize the squared error */
+  KVX_TM_FLAG_SEARCH = 2,  /* FP4 scales minimize the squared error */
+  KVX_TM_FLAG_K_OFFSET = 4 /* each block has a row that is added to its keys (since 1.1); such
+                            * blocks can be read, but not written, because their row is the mean of
+                            * all keys */
 } kvx_tm_flags_t;
 
 /* One layer of a cache with num_blocks blocks. Block b lies at data + b * block_bytes, and its FP4

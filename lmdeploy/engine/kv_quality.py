@@ -1,9 +1,11 @@
 """Resolve the options for the KV cache's accuracy and write them into the engine's config.
 
 `raw` adds nothing to the format. `balanced` rotates K, searches FP4 scales, subtracts a K offset
-from each block, and keeps the first and the newest tokens in a window of 8 or 16 bits. `best` adds constants from a calibration file. Each single option
-replaces one ingredient. An ingredient without effect is off: the scale search without FP4, and
-every ingredient with the format none. Reports list only what is on.
+from each block, and keeps the first and the newest tokens in a window of 8 or 16 bits. `best` adds
+constants from a calibration file. Each single option replaces one ingredient. An ingredient without
+effect is off: the scale search without FP4, the K offset without a window or a bias of K, and every
+ingredient with the format none. Reports list only what is on. If K has a bias, `raw` has the K
+offset, too.
 """
 
 from __future__ import annotations
@@ -86,12 +88,13 @@ def resolve_kv_options(
     config: TurbomindEngineConfig,
     windows: Sequence[int],
     *,
+    k_bias: bool = False,
     capability: _turbomind.DeviceCapability | None = None,
 ) -> KvOptions:
     """Return the options of `config` for a model and a device.
 
-    `windows` has the sliding window of each layer (0: full attention). None uses the CPU's
-    capability.
+    `windows` has the sliding window of each layer (0: full attention), and `k_bias` is the field of
+    ModelConfig. None uses the CPU's capability.
 
     Raise ValueError for a format that does not fit the model's layers or the device, and for an
     option without effect.
@@ -114,7 +117,8 @@ def resolve_kv_options(
     sink_tokens, recent_tokens = _window16_tokens(config, by_default)
     search = by_default if config.kv_scale_search is None else config.kv_scale_search
     has_window = recent_tokens != NO_WINDOW16
-    offset = config.kv_k_offset or ("block" if by_default else "none")
+    # Without a window, the offset comes from a bias of K. Such a model needs it in every format.
+    offset = config.kv_k_offset or ("block" if by_default or k_bias else "none")
     # A window of int8 costs more than it saves if the cache has 8 bits itself.
     window = config.kv_window or ("int8" if by_default and names & four_bit_formats() else "16bit")
     path = config.kv_calibration
@@ -123,7 +127,7 @@ def resolve_kv_options(
         quality=quality,
         rotation=by_default if config.kv_rotation is None else config.kv_rotation,
         scale_search=search and bool(names & fp4_formats()),
-        k_offset=offset == "block" and has_window,
+        k_offset=offset == "block" and (has_window or k_bias),
         window=window if has_window else "16bit",
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,

@@ -285,12 +285,13 @@ def _with_dynamic_rope(checkpoint: Checkpoint, factor: float) -> Checkpoint:
 
 def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> ModelInfo:
     mapped = [planned for planned in checkpoint.tensors if planned.mapped and not copied]
+    config = checkpoint.config.to_engine(cache_dtype(checkpoint.stored_dtype, dtype, exact=exact))
+    kinds = {planned.name.split(".", 2)[-1] for planned in checkpoint.tensors}
+    config.k_bias = "k.bias" in kinds and "k_norm" not in kinds
     return ModelInfo(
         path=checkpoint.path,
         model_type=checkpoint.family.name,
-        config=checkpoint.config.to_engine(
-            cache_dtype(checkpoint.stored_dtype, dtype, exact=exact)
-        ),
+        config=config,
         weight_bytes=sum(engine_bytes(planned, exact) for planned in checkpoint.tensors),
         mapped_bytes=sum(planned.tensor.num_bytes for planned in mapped),
         file_bytes=sum(planned.tensor.num_bytes for planned in checkpoint.tensors),

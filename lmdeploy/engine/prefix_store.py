@@ -57,6 +57,10 @@ def identity_of_cache(
         known["gemm_input_dtype"] = config.gemm_input_dtype
     if config.deterministic:
         known["deterministic"] = True
+    if kv.k_offset:
+        known["k_offset"] = "bias and mean" if model.k_bias else "mean"
+    if kv.window != "16bit":
+        known["window"] = kv.window
     calibration = kv.calibration
 
     @functools.cache

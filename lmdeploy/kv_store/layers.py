@@ -49,7 +49,7 @@ def find_layer(
     groups = sorted(set(keys), key=lambda key: (key[0] < 0, *key))  # chunks are negative
     pool = groups.index(keys[index]) + (len(groups) if window16 else 0)
     members = [i for i, key in enumerate(keys) if key == keys[index]]
-    parts = [_describe(identity, _NONE if window16 else formats[i]) for i in members]
+    parts = [_describe(identity, formats[i], window16=window16) for i in members]
     data_bytes = sum(part.block_bytes for part in parts)
     scale_bytes = sum(part.scale_block_bytes for part in parts)
     found = [i for i, copies in enumerate(blocks) if copies[pool]]
@@ -69,14 +69,22 @@ def find_layer(
     return KvLayer(layer, found, memory)
 
 
-def _describe(identity: dict[str, Any], pair: Sequence[str]) -> abi.TmLayer:
+def _describe(identity: dict[str, Any], pair: Sequence[str], *, window16: bool) -> abi.TmLayer:
     """Return a layer with the sizes of its own blocks and without memory."""
     dtype = adapters.DTYPES[identity["dtype"]]
+    # As MakeLayerGroups does: K offsets come from a bias where keys are quantized when written.
+    offsets = identity.get("k_offset")
+    is_written = window16 or identity["recent_tokens"] < 0
+    has_offset = offsets is not None and ("bias" in offsets or not is_written)
+    if window16:
+        pair = _NONE if pair[0] == "none" else [identity.get("window", "none")] * 2
     layer = abi.TmLayer(_mode(pair[0]), _mode(pair[1]), dtype, abi.Memory.HOST)
     layer.block_size = identity["block_tokens"]
     layer.num_kv_heads, layer.head_dim = identity["num_kv_heads"], identity["head_dim"]
     layer.flags = (abi.TmFlag.ROTATED if identity["rotation"] else 0) | (
         abi.TmFlag.SEARCH if identity["scale_search"] else 0
     )
+    if has_offset and pair[0] != "none":
+        layer.flags |= abi.TmFlag.K_OFFSET
     check(library().kvx_tm_describe(layer))
     return layer

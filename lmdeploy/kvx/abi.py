@@ -81,6 +81,7 @@ class TmFlag(enum.IntFlag):
     NONE = 0
     ROTATED = 1
     SEARCH = 2
+    K_OFFSET = 4
 
 
 class _Sized(Structure):

@@ -103,7 +103,9 @@ def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> 
 def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> None:
     """Raise ValueError if whole prompts would stay in 16 bit, so that no format could differ."""
     for name in options.formats:
-        kv = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
+        kv = resolve_kv_options(
+            options.config(parse_pair(name)), model.config.windows, k_bias=model.config.k_bias
+        )
         block = TurbomindEngineConfig().cache_block_seq_len
         window16 = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
         if context <= window16:
@@ -171,7 +173,9 @@ def _candidates(model: OpenModel, options: SearchOptions) -> list[FormatPair]:
     """Return the candidates as the device resolves them, without 16 bit and duplicates."""
     found: dict[FormatPair, None] = {}
     for name in options.formats:
-        resolved = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
+        resolved = resolve_kv_options(
+            options.config(parse_pair(name)), model.config.windows, k_bias=model.config.k_bias
+        )
         found[resolved.layers[0]] = None
     found.pop(NONE, None)
     if not found:

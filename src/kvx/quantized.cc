@@ -5,6 +5,7 @@
 #include "kvx/rows.h"
 #include "kvx/tables.h"
 #include "kvx/validate.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 
 namespace kvx {
@@ -37,11 +38,13 @@ KvCacheMode FormatOf(const kvx_tm_mode_t& mode) {
   return static_cast<KvCacheMode>(Raw(mode));
 }
 
+bool HasOffsets(const kvx_tm_layer_t& layer) { return (layer.flags & KVX_TM_FLAG_K_OFFSET) != 0; }
+
 // Throws Refusal and InvalidArgument.
 turbomind::block::Layout LayoutOf(const kvx_tm_layer_t* layer) {
   Require(layer != nullptr && layer->size >= sizeof(*layer));
   Require(IsFloat(Raw(layer->dtype)));
-  constexpr uint32_t kFlags = KVX_TM_FLAG_ROTATED | KVX_TM_FLAG_SEARCH;
+  constexpr uint32_t kFlags = KVX_TM_FLAG_ROTATED | KVX_TM_FLAG_SEARCH | KVX_TM_FLAG_K_OFFSET;
   Require((layer->flags & ~kFlags) == 0);
   Require(layer->num_kv_heads <= INT32_MAX && layer->head_dim <= INT32_MAX &&
           layer->block_size <= INT32_MAX);
@@ -49,7 +52,8 @@ turbomind::block::Layout LayoutOf(const kvx_tm_layer_t* layer) {
                                    .kv_heads = static_cast<int>(layer->num_kv_heads),
                                    .head_dim = static_cast<int>(layer->head_dim),
                                    .block_seq_len = static_cast<int>(layer->block_size),
-                                   .dtype = FloatType(Raw(layer->dtype))});
+                                   .dtype = FloatType(Raw(layer->dtype)),
+                                   .k_offset = HasOffsets(*layer)});
 }
 
 bool IsWholeBlock(uint64_t bytes, int64_t needed, uint64_t num_blocks) {
@@ -118,11 +122,16 @@ class Side {
     }
     RowKernels().encode_row(FormatOf(head), row, to.payload, to.metadata);
   }
-  void Read(const turbomind::KvRow& from, int head, int dtype, std::byte* io) const {
+  // `offset` is the K offset of the block, or null.
+  void Read(const turbomind::KvRow& from, int head, const float* offset, int dtype,
+            std::byte* io) const {
     float buffer[kMaxHeadDim];
     const bool is_direct = IsStoredAsGiven(dtype);
     float* row = is_direct ? reinterpret_cast<float*>(io) : buffer;
     RowKernels().decode_row(FormatOf(head), from.payload, from.metadata, row);
+    for (int d = 0; offset != nullptr && d < format_.n; ++d) {
+      row[d] += offset[d];
+    }
     if (!is_direct) {
       Restore(buffer, head);
       StoreRow(buffer, PlainFormat(dtype, format_.n), io);
@@ -198,7 +207,8 @@ void Describe(kvx_tm_layer_t* layer) {
 void AsCache(const kvx_tm_layer_t* layer, kvx_cache_desc_t* out) {
   Require(out != nullptr && out->size >= sizeof(*out));
   const KvLayerView view = ViewOf(layer);
-  const bool is_plain = layer->k_mean == nullptr && (layer->flags & KVX_TM_FLAG_ROTATED) == 0;
+  const bool is_plain =
+      layer->k_mean == nullptr && !HasOffsets(*layer) && (layer->flags & KVX_TM_FLAG_ROTATED) == 0;
   Require(is_plain, KVX_STATUS_UNSUPPORTED);
   kvx_cache_desc_t cache = {};
   cache.size = out->size;
@@ -236,6 +246,7 @@ void WriteQuantized(const kvx_tm_layer_t* layer, const kvx_write_desc_t* write) 
   const Counts counts = CountsOf(*layer);
   CheckWrite(write, counts);
   RequireHost(layer->memory);
+  Require(!HasOffsets(*layer), KVX_STATUS_UNSUPPORTED);
   const Side sides[2] = {{*layer, view, KvSide::kK}, {*layer, view, KvSide::kV}};
   const kvx_tensor_desc_t* const io[2] = {&write->io.key, &write->io.value};
   const int dtypes[2] = {FloatDtype(*io[0]), FloatDtype(*io[1])};
@@ -265,10 +276,15 @@ void GatherQuantized(const kvx_tm_layer_t* layer, const kvx_gather_desc_t* gathe
   for (const KvSide side : {KvSide::kK, KvSide::kV}) {
     const int s = static_cast<int>(side);
     const IoRows rows(*io[s], dtypes[s], view);
-    tables.ForEach(0, [&](int64_t row, int64_t block, int64_t offset) {
+    const bool has_offsets = side == KvSide::kK && view.HasKOffset();
+    tables.ForEach(0, [&](int64_t row, int64_t block, int64_t slot) {
+      float offset[kMaxHeadDim];
       for (int head = 0; head < view.kv_heads; ++head) {
-        const turbomind::KvRow from = view.Row(side, block, head, static_cast<int>(offset));
-        sides[s].Read(from, head, dtypes[s], rows.At(row, head));
+        if (has_offsets) {
+          turbomind::DecodeKOffset(view, block, head, offset);
+        }
+        const turbomind::KvRow from = view.Row(side, block, head, static_cast<int>(slot));
+        sides[s].Read(from, head, has_offsets ? offset : nullptr, dtypes[s], rows.At(row, head));
       }
     });
   }

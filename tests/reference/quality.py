@@ -1,4 +1,4 @@
-"""The values that attention reads from a cache with rotation, mean, scale search and 16-bit window.
+"""The values that attention reads from a cache with rotation, mean, offsets, scale search and window.
 
 All values are in the basis of K after RoPE: decoded rows are rotated back and get their mean again,
 so queries and learned sinks stay unchanged. The engine rotates Q and shifts the sinks instead. In
@@ -6,7 +6,7 @@ exact arithmetic both give the same result.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ Mask = npt.NDArray[np.bool_]
 class Quality:
     """Options in addition to the KV format.
 
-    Numbers of tokens are multiples of 64. `recent_tokens` -1 disables the 16-bit window.
+    Numbers of tokens are multiples of 64. `recent_tokens` -1 disables the window, whose rows are in
+    `window_mode`: none for 16 bits, or int8.
     """
 
     rotate: bool = False
@@ -31,10 +32,13 @@ class Quality:
     sink_tokens: int = 0
     recent_tokens: int = -1
     block_len: int = 64
+    k_offset: bool = False
+    window_mode: str = "none"
 
 
 RAW = Quality()
-BALANCED = Quality(rotate=True, search=True, sink_tokens=64, recent_tokens=64)
+WINDOW_OF_16_BITS = Quality(rotate=True, search=True, sink_tokens=64, recent_tokens=64)
+BALANCED = replace(WINDOW_OF_16_BITS, k_offset=True, window_mode="int8")
 
 
 def hadamard(size: int) -> Doubles:
@@ -65,9 +69,9 @@ def rotate_rows(x: Doubles) -> Doubles:
 def window16_mask(
     quality: Quality, queries: Sequence[int] | npt.NDArray[np.int64], keys: int
 ) -> Mask:
-    """Return [queries, keys]: True where a query reads a position 0 .. keys-1 in 16 bits.
+    """Return [queries, keys]: True where a query reads a position 0 .. keys-1 in the window.
 
-    A query in block j reads the sink blocks and blocks j - r .. j in 16 bits. The sinks and r are
+    A query in block j reads the sink blocks and blocks j - r .. j in the window. The sinks and r are
     `sink_tokens` and `recent_tokens` in blocks, rounded up.
     """
     position = np.asarray(queries)[:, None]
@@ -84,7 +88,8 @@ def window16_mask(
 class LayerStore:
     """The cache of one layer: KV formats, constants and the dtype of its 16-bit rows.
 
-    The scales are [kv_heads] and the mean is [kv_heads, head_dim].
+    The scales are [kv_heads] and the mean is [kv_heads, head_dim]. With a bias of K, `k_base`
+    [blocks, kv_heads, head_dim] has the mean of the bias over each block's positions, after RoPE.
     """
 
     k_mode: str
@@ -94,35 +99,74 @@ class LayerStore:
     k_scales: npt.NDArray[np.float32] | None = None
     v_scales: npt.NDArray[np.float32] | None = None
     k_mean: npt.NDArray[np.float32] | None = field(default=None)
+    k_base: npt.NDArray[np.float32] | None = field(default=None)
 
     def keys(self, k: Doubles) -> tuple[Doubles, Doubles]:
-        """Return K [tokens, kv_heads, head_dim] as read in 16 bits and in the KV format."""
+        """Return K [tokens, kv_heads, head_dim] as read in the window and in the KV format."""
         mean = np.float64(0) if self.k_mean is None else self.k_mean.astype(np.float64)
         turned = rotate_rows(k - mean) if self.quality.rotate else k - mean
-        views = self._views(self.k_mode, turned, self.k_scales)
-        window16, quantized = (rotate_rows(v) if self.quality.rotate else v for v in views)
-        return window16 + mean, quantized + mean
+        base = np.zeros_like(turned, np.float32)
+        if self.k_base is not None:
+            rows = self.k_base.astype(np.float64)
+            rows = rotate_rows(rows) if self.quality.rotate else rows
+            base = np.repeat(self._offsets(rows), self.quality.block_len, axis=0)[: len(k)]
+        views = self._views(self.k_mode, turned, self.k_scales, base=base)
+        window, quantized = (rotate_rows(v) if self.quality.rotate else v for v in views)
+        return window + mean, quantized + mean
 
     def values(self, v: Doubles) -> tuple[Doubles, Doubles]:
-        """Return V [tokens, kv_heads, head_dim] as read in 16 bits and in the KV format."""
+        """Return V [tokens, kv_heads, head_dim] as read in the window and in the KV format."""
         return self._views(self.v_mode, v, self.v_scales)
 
+    def _offsets(self, rows: Doubles) -> Floats:
+        """Return rows [blocks, kv_heads, head_dim] as a block stores its K offset."""
+        flat = rows.reshape(-1, rows.shape[-1]).astype(np.float32)
+        return round_trip("int8", flat, dtype=self.dtype).reshape(rows.shape)
+
     def _views(
-        self, mode: str, x: Doubles, scales: npt.NDArray[np.float32] | None
+        self,
+        mode: str,
+        x: Doubles,
+        scales: npt.NDArray[np.float32] | None,
+        *,
+        base: Floats | None = None,
     ) -> tuple[Doubles, Doubles]:
-        rows: Floats = x.astype(np.float32)
-        window16 = round_to(rows.reshape(-1, x.shape[-1]), self.dtype).reshape(x.shape)
-        quantized = np.empty_like(rows)
-        for head in range(x.shape[1]):
-            global_scale = 1.0 if scales is None else float(scales[head])
-            quantized[:, head] = round_trip(
+        """Return rows as read in both views. `base` has the offset of each key when it is written.
+
+        Only whole blocks have an offset in the KV format.
+        """
+        is_key = base is not None
+        shift = np.zeros_like(x, np.float32) if base is None else base
+        has_window = self.quality.recent_tokens >= 0
+        written: Floats = x.astype(np.float32) - shift
+        window = self._round_trip(self.quality.window_mode, written, None) + shift
+        if not has_window:
+            quantized = self._round_trip(mode, written, scales) + shift
+            return window.astype(np.float64), quantized.astype(np.float64)
+        offset = np.zeros_like(window)
+        length = self.quality.block_len
+        whole = len(window) // length * length
+        if is_key and self.quality.k_offset and mode != "none":
+            blocks = window[:whole].astype(np.float64).reshape(-1, length, *window.shape[1:])
+            offset[:whole] = np.repeat(self._offsets(blocks.mean(axis=1)), length, axis=0)
+        quantized = self._round_trip(mode, window - offset, scales) + offset
+        return window.astype(np.float64), quantized.astype(np.float64)
+
+    def _round_trip(
+        self, mode: str, rows: Floats, scales: npt.NDArray[np.float32] | None
+    ) -> Floats:
+        if mode == "none":
+            return round_to(rows.reshape(-1, rows.shape[-1]), self.dtype).reshape(rows.shape)
+        out = np.empty_like(rows)
+        for head in range(rows.shape[1]):
+            out[:, head] = round_trip(
                 mode,
                 rows[:, head],
                 dtype=self.dtype,
-                global_scale=global_scale,
+                global_scale=1.0 if scales is None else float(scales[head]),
                 search=self.quality.search,
             )
-        return window16.astype(np.float64), quantized.astype(np.float64)
+        return out
 
 
 def mixed_attention(
@@ -135,10 +179,10 @@ def mixed_attention(
     window: int = 0,
     sinks: Doubles | None = None,
 ) -> Doubles:
-    """Compute attention of the last len(q) tokens over 16-bit and quantized rows.
+    """Compute attention of the last len(q) tokens over rows of the window and quantized rows.
 
-    `keys` and `values` are pairs (16 bits, quantized) of [tokens, kv_heads, d]. `16-bit` [queries,
-    tokens] is True where a query reads the 16-bit row.
+    `keys` and `values` are pairs (window, quantized) of [tokens, kv_heads, d]. `window16` [queries,
+    tokens] is True where a query reads the window.
     """
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = keys[0].shape

@@ -120,6 +120,7 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("query_scaling_without_rope", &ModelConfig::query_scaling_without_rope)
       .def_readwrite("ropes", &ModelConfig::ropes)
       .def_readwrite("layer_ropes", &ModelConfig::layer_ropes)
+      .def_readwrite("k_bias", &ModelConfig::k_bias)
       .def_readwrite("windows", &ModelConfig::windows)
       .def("validate", &ModelConfig::Validate);
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);

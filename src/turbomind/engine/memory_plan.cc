@@ -155,6 +155,7 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   cache.window16 = config.kv_quality.window16;
   cache.window_format = config.kv_quality.window_format;
   cache.k_offset = config.kv_quality.k_offset;
+  cache.k_bias = model.k_bias;
   return cache;
 }
 

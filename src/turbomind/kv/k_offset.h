@@ -11,6 +11,10 @@
 // decoded row. It depends on the block's keys alone, so neither chunking nor a prefix hit changes
 // it.
 //
+// A block whose keys are quantized when they are written cannot know their mean. If the model has a
+// bias of K, the block's offset is then the mean of the bias alone, after RoPE at its positions
+// (WriteKvParams::k_base). High frequencies turn around within a block and have a mean of zero.
+//
 // Compile without FMA contraction, as kv/codec.h.
 
 #include "turbomind/kv/codec.h"
@@ -36,6 +40,12 @@ TM_HD void StoreKOffset(const KvRow& to, int n, DataType dtype, int tokens, floa
   }
   KOffsetCodec::EncodeRow(sums, n, dtype, 1.f, to.payload, to.metadata);
   KOffsetCodec::DecodeRow(to.payload, to.metadata, n, dtype, 1.f, sums);
+}
+
+// Decodes the offset row of a block to [head_dim].
+TM_HD void DecodeKOffset(const KvLayerView& view, int64_t block, int head, float* offset) {
+  const KvRow from = view.KOffset(block, head);
+  KOffsetCodec::DecodeRow(from.payload, from.metadata, view.head_dim, view.dtype, 1.f, offset);
 }
 
 }  // namespace turbomind

@@ -132,7 +132,7 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     block.head_dim = config.head_dim;
     block.block_seq_len = config.block_seq_len;
     block.dtype = config.dtype;
-    block.k_offset = config.k_offset && rule.enabled();
+    block.k_offset = config.k_offset && (rule.enabled() || config.k_bias);
     LayerGroup& group =
         groups.emplace_back(LayerGroup{window, std::move(layers), block::Layout(block),
                                        std::nullopt, is_sixteen_bit ? PrecisionWindow{} : rule});
@@ -142,7 +142,7 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
             formats.k == KvCacheMode::kNone ? KvCacheMode::kNone : config.window_format;
         formats = {format, format};
       }
-      block.k_offset = false;
+      block.k_offset = config.k_offset && config.k_bias;
       group.window16_layout.emplace(std::move(block));
     }
   }

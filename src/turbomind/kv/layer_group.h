@@ -20,7 +20,10 @@ struct KvCacheConfig {
   PrecisionWindowTokens window16;  // off unless set
   // Format of the window's blocks: 16 bits, or int8 for layers whose K is quantized.
   KvCacheMode window_format = KvCacheMode::kNone;
-  bool k_offset = false;  // blocks that leave the window store a K offset (kv/k_offset.h)
+  // Blocks have K offsets (kv/k_offset.h): those that leave the window, and with `k_bias` also
+  // those whose keys are quantized when they are written.
+  bool k_offset = false;
+  bool k_bias = false;  // as ModelConfig::k_bias
 };
 
 // Returns a configuration in which every layer has the same KV format for K and V.

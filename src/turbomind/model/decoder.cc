@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/model/k_base.h"
 #include "turbomind/ops/attention.h"
 #include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
@@ -114,6 +115,7 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     const LayerCache& cache = config_.layers[i];
     const auto group = static_cast<size_t>(cache.group);
     step_groups_.resize(std::max(step_groups_.size(), group + 1));
+    k_bases_.push_back(UploadKBase(static_cast<int>(i)));
     step_groups_[group] = {.batch = {},
                            .window = cache.window,
                            .kv_heads = cache.kv.kv_heads,
@@ -127,6 +129,29 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
   if (!shifts_sinks) {
     scratch_.q_dot_mean = nullptr;  // needed only by layers with sinks
   }
+}
+
+// Returns k_base of a layer; empty unless keys are written to a pool with K offsets.
+DeviceArray Decoder::UploadKBase(int index) {
+  const KvLayerView& written = config_.layers[static_cast<size_t>(index)].written();
+  if (!written.HasKOffset()) {
+    return {};
+  }
+  Check(model().k_bias, "a pool whose keys are written with an offset needs a model with k_bias");
+  block_rope_tokens_ = written.block_seq_len;
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  const auto kv_size = static_cast<size_t>(model().num_kv_heads) * model().head_dim;
+  std::vector<float> bias(kv_size, 0.f);
+  if (!layer.qkv.bias.empty() && layer.k_norm.empty()) {
+    device_.Copy(bias.data(),
+                 layer.qkv.bias.data + static_cast<size_t>(model().num_heads) * model().head_dim,
+                 kv_size * sizeof(float));
+    device_.Synchronize();
+  }
+  const int rope = model().RopeOf(index);
+  bias = MakeKBase(std::move(bias), model().head_dim,
+                   rope < 0 ? nullptr : &ropes_[static_cast<size_t>(rope)], written.block_seq_len);
+  return {device_, bias.data(), static_cast<int64_t>(bias.size())};
 }
 
 Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
@@ -152,6 +177,27 @@ void Decoder::Forward(const DecoderInput& input) {
   num_rows_ = static_cast<int>(input.rows.size());
 }
 
+// Computes the angles of the step's tokens, and those of their blocks if a layer needs them.
+void Decoder::FillRopes(const BatchView& batch) {
+  const auto fill = [&](size_t i, const RopeAngles& to, int block_seq_len) {
+    device_.FillRope({.table = &ropes_[i],
+                      .inv_freq = inv_freqs_[i].data(),
+                      .positions = batch.positions,
+                      .cos = to.cos,
+                      .sin = to.sin,
+                      .num_tokens = batch.num_tokens,
+                      .block_seq_len = block_seq_len});
+  };
+  for (size_t i = 0; i < ropes_.size(); ++i) {
+    if (ropes_[i].enabled()) {
+      fill(i, scratch_.ropes[i], 0);
+      if (block_rope_tokens_ > 0) {
+        fill(i, scratch_.block_ropes[i], block_rope_tokens_);
+      }
+    }
+  }
+}
+
 void Decoder::RunLayers(const DecoderInput& input) {
   const BatchView& batch = input.batch.front();
   device_.Embed({.table = weights_->embedding.get(),
@@ -159,16 +205,7 @@ void Decoder::RunLayers(const DecoderInput& input) {
                  .out = scratch_.hidden,
                  .num_tokens = batch.num_tokens,
                  .scale = model().embedding_scale});
-  for (size_t i = 0; i < ropes_.size(); ++i) {
-    if (ropes_[i].enabled()) {
-      device_.FillRope({.table = &ropes_[i],
-                        .inv_freq = inv_freqs_[i].data(),
-                        .positions = batch.positions,
-                        .cos = scratch_.ropes[i].cos,
-                        .sin = scratch_.ropes[i].sin,
-                        .num_tokens = batch.num_tokens});
-    }
-  }
+  FillRopes(batch);
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
     const LayerCache& cache = config_.layers[static_cast<size_t>(i)];
@@ -368,6 +405,10 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
   }
   const int rope = model().RopeOf(index);
   const RopeAngles angles = rope < 0 ? RopeAngles{} : scratch_.ropes[static_cast<size_t>(rope)];
+  const float* k_base = k_bases_[static_cast<size_t>(index)].data();
+  const RopeAngles block_angles = rope < 0 || k_base == nullptr
+                                      ? RopeAngles{}
+                                      : scratch_.block_ropes[static_cast<size_t>(rope)];
   invokeProcessKV_v2(device_, {.qkv = scratch_.qkv,
                                .bias = layer.qkv.bias.data,
                                .q_norm = by_head ? layer.q_norm.data : nullptr,
@@ -382,6 +423,9 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
                                .rotate = config_.rotate_k,
                                .search_scales = config_.search_scales,
                                .k_mean = cache.k_mean,
+                               .k_base = k_base,
+                               .block_cos = block_angles.cos,
+                               .block_sin = block_angles.sin,
                                .q_dot_mean = scratch_.q_dot_mean,
                                .kv = cache.kv,
                                .window16 = cache.window16,

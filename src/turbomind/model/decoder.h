@@ -26,6 +26,9 @@ struct LayerCache {
   const float* k_mean = nullptr;
   int group = 0;   // index of the batch view
   int window = 0;  // as in kv/sliding_window.h
+
+  // Returns the pool that a step's K and V are written to.
+  const KvLayerView& written() const { return window16.data != nullptr ? window16 : kv; }
 };
 
 // Returns the cache of every layer.
@@ -106,6 +109,8 @@ class Decoder {
     bool accumulate = false;
   };
 
+  DeviceArray UploadKBase(int index);
+  void FillRopes(const BatchView& batch);
   void RunLayers(const DecoderInput& input);
   void Attention(int index, const BatchView& batch, bool include_prefill);
   // Moves rows of [num_tokens, width] to the beginning of `values`.
@@ -134,6 +139,8 @@ class Decoder {
   Device& device_;
   std::vector<RopeTable> ropes_;        // as ModelConfig::ropes
   std::vector<DeviceArray> inv_freqs_;  // of ropes_
+  std::vector<DeviceArray> k_bases_;    // by layer; empty if its K offsets come from keys
+  int block_rope_tokens_ = 0;           // block length of scratch_.block_ropes; 0: not used
   std::vector<StepGroup> step_groups_;  // by layer group
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;

@@ -65,13 +65,17 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(hidden, tokens * model.hidden_size);
   placer.Add(normed, tokens * model.hidden_size);
   placer.Add(branch, model.ChangesBranches() ? tokens * model.hidden_size : 0);
-  ropes.resize(model.ropes.size());
-  for (size_t i = 0; i < ropes.size(); ++i) {
-    const RopeConfig& rope = model.ropes[i];
-    const int64_t half = rope.kind == RopeKind::kNone ? 0 : rope.dim / 2;
-    placer.Add(ropes[i].cos, tokens * half);
-    placer.Add(ropes[i].sin, tokens * half);
-  }
+  const auto place_ropes = [&](std::vector<RopeAngles>& angles, bool exist) {
+    angles.resize(model.ropes.size());
+    for (size_t i = 0; i < angles.size(); ++i) {
+      const RopeConfig& rope = model.ropes[i];
+      const int64_t half = rope.kind == RopeKind::kNone || !exist ? 0 : rope.dim / 2;
+      placer.Add(angles[i].cos, tokens * half);
+      placer.Add(angles[i].sin, tokens * half);
+    }
+  };
+  place_ropes(ropes, true);
+  place_ropes(block_ropes, model.k_bias);
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
   const int64_t layer = placer.next();

@@ -31,12 +31,13 @@ struct DecoderScratch {
   int64_t* num_clipped = nullptr;    // [num_layers] sums over all steps
   int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device sampled
   // Buffers of a step:
-  float* hidden = nullptr;        // [max_tokens, hidden]
-  float* normed = nullptr;        // [max_tokens, hidden]
-  float* branch = nullptr;        // [max_tokens, hidden]; for models that change branches
-  std::vector<RopeAngles> ropes;  // as ModelConfig::ropes
-  float* selected = nullptr;      // [max_logit_rows, hidden]
-  float* logits = nullptr;        // [max_logit_rows, vocab]
+  float* hidden = nullptr;              // [max_tokens, hidden]
+  float* normed = nullptr;              // [max_tokens, hidden]
+  float* branch = nullptr;              // [max_tokens, hidden]; for models that change branches
+  std::vector<RopeAngles> ropes;        // as ModelConfig::ropes
+  std::vector<RopeAngles> block_ropes;  // of the middle of each token's block; for a bias of K
+  float* selected = nullptr;            // [max_logit_rows, hidden]
+  float* logits = nullptr;              // [max_logit_rows, vocab]
   // Buffers of a layer's attention:
   float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
   float* attended = nullptr;    // [max_tokens, heads * head_dim]

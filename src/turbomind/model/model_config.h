@@ -68,7 +68,8 @@ struct ModelConfig {
   // The temperature of Q, in every layer or only in layers without RoPE.
   QueryScaling query_scaling;
   bool query_scaling_without_rope = false;
-  std::vector<int> windows;              // per layer, as in kv/sliding_window.h
+  bool k_bias = false;       // K has a bias, which RoPE follows without a norm between them
+  std::vector<int> windows;  // per layer, as in kv/sliding_window.h
   DataType dtype = DataType::kBFloat16;  // cache dtype (16-bit values and inline metadata)
 
   // Throws InvalidArgument that names the field.

@@ -66,8 +66,11 @@ struct QueryScaling {
 
 // Applies bias, qk-norm and RoPE to Q and K in place, and the bias to V. Then it scales Q,
 // subtracts K's mean and rotates Q and K, also in place. K and V are rounded to the cache dtype,
-// quantized and stored. With a 16-bit window they are stored in 16 bits in the 16-bit pool, and
-// QuantizeBlocks follows.
+// quantized and stored. With a window they are stored in its pool, and QuantizeBlocks follows.
+//
+// If the pool that is written has K offsets, a block's offset comes from K's bias, because its keys
+// are not known yet. It is k_base after RoPE at the middle of the block and the rotation, in int8.
+// It is stored with the first slot and subtracted from every key. It depends on the position alone.
 struct WriteKvParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
@@ -84,6 +87,10 @@ struct WriteKvParams {
   bool rotate = false;
   bool search_scales = false;     // FP4: use the search rule of kv/codec.h
   const float* k_mean = nullptr;  // [kv_heads, head_dim] before the rotation, or null
+  // [kv_heads, head_dim] before RoPE (MakeKBase); null unless the written pool has K offsets
+  const float* k_base = nullptr;
+  const float* block_cos = nullptr;  // [num_tokens, rope_dim / 2] of the middle of each token's
+  const float* block_sin = nullptr;  // block; null: no RoPE or no k_base
   // [num_tokens, q_heads] output: q · k_mean of the head's group, the amount missing from each
   // score. Written if both it and k_mean are set. Sinks need it.
   float* q_dot_mean = nullptr;
@@ -240,7 +247,8 @@ struct EmbedParams {
   float scale = 1.f;  // factor of every value
 };
 
-// Computes cos and sin for the tokens of a step, as RopeTable::Fill does.
+// Computes cos and sin for the tokens of a step, as RopeTable::Fill does. With `block_seq_len` the
+// angles are those of position block_seq_len / 2 of each token's block.
 struct FillRopeParams {
   const RopeTable* table = nullptr;    // on the host
   const float* inv_freq = nullptr;     // [dim / 2] table->inv_freq(), on the device
@@ -248,6 +256,7 @@ struct FillRopeParams {
   float* cos = nullptr;                // [num_tokens, dim / 2]
   float* sin = nullptr;                // same
   int num_tokens = 0;
+  int block_seq_len = 0;
 };
 
 // Computes out = x / sqrt(mean(x^2) + eps) * weight + bias (RMSNorm). If `centered` is set, the

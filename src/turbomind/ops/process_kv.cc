@@ -18,6 +18,13 @@ void invokeProcessKV_v2(Device& device, const WriteKvParams& params) {
   Check(params.rope_cos == nullptr || (params.rope_dim > 0 && params.rope_dim % 2 == 0 &&
                                        params.rope_dim <= params.kv.head_dim),
         "rope_dim must be even and at most head_dim");
+  const KvLayerView& written = params.window16.data != nullptr ? params.window16 : params.kv;
+  Check((params.k_base != nullptr) == written.HasKOffset(),
+        "k_base must be set exactly if the written pool has K offsets");
+  Check(
+      params.k_base == nullptr || ((params.block_cos != nullptr) == (params.rope_cos != nullptr) &&
+                                   (params.block_sin != nullptr) == (params.rope_cos != nullptr)),
+      "k_base needs the angles of blocks where there is RoPE");
   const bool window16 = params.window16.data != nullptr;
   const int32_t* tables = window16 ? params.batch.window16_tables : params.batch.block_tables;
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {

@@ -39,21 +39,22 @@ struct Case {
   bool sinks = false;
   int first = 200;  // queries are positions [first, context)
   PrecisionWindowTokens window16;
+  KvCacheMode window_format = KvCacheMode::kNone;
   bool mean = false;  // K has a mean subtracted: sinks are lowered
   bool exact = true;
   float score_cap = 0.f;
 };
 
-// The layer's quantized pool and a 16-bit pool with the same rows.
+// The layer's quantized pool and its window with the same rows.
 struct Caches {
   explicit Caches(const Case& c, uint8_t poison = 0xff)
       : quantized(c.shape, poison),
-        window16(Window16Shape(c.shape), poison),
+        window16(Window16Shape(c), poison),
         rule(MakePrecisionWindow(c.window16, c.shape.block_seq_len)) {}
 
-  static CacheShape Window16Shape(const CacheShape& shape) {
-    CacheShape window16 = shape;
-    window16.k = window16.v = KvCacheMode::kNone;
+  static CacheShape Window16Shape(const Case& c) {
+    CacheShape window16 = c.shape;
+    window16.k = window16.v = c.window_format;
     window16.first_block = 2;
     return window16;
   }
@@ -271,8 +272,9 @@ inline std::string Name(const Case& c, const std::string& isa) {
          ToString(c.shape.dtype) + " dim=" + std::to_string(c.shape.head_dim) +
          " group=" + std::to_string(c.group) + " window=" + std::to_string(c.window) +
          " sinks=" + std::to_string(c.sinks) + " block=" + std::to_string(c.shape.block_seq_len) +
-         (c.exact ? " exact" : " rounded") + " 16-bit=" + std::to_string(c.window16.sink_tokens) +
-         "," + std::to_string(c.window16.recent_tokens);
+         (c.exact ? " exact" : " rounded") + (c.shape.k_offset ? " offsets" : "") + " window of " +
+         ToString(c.window_format) + "=" + std::to_string(c.window16.sink_tokens) + "," +
+         std::to_string(c.window16.recent_tokens);
 }
 
 // Checks that every chunk size returns the same bits, close to double precision. Returns the bits.

@@ -3,14 +3,17 @@
 // A small cache of one sequence for tests of the KV cache ops. The codecs write random rows; all
 // other bytes are poisoned, and block ids are shuffled.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <vector>
 
 #include "turbomind/backend/cpu/kv_kernels.h"
 #include "turbomind/kv/codec.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 
 namespace turbomind {
@@ -24,6 +27,7 @@ struct CacheShape {
   int block_seq_len = 64;
   int context = 333;
   int first_block = 1;  // lowest id in use; every second id is used
+  bool k_offset = false;
 };
 
 inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
@@ -73,6 +77,14 @@ class TestCache {
     }
     std::normal_distribution<float> normal;
     std::vector<float> row(shape.head_dim);
+    for (int i = 0; view_.HasKOffset() && i < blocks * shape.kv_heads; ++i) {
+      for (float& x : row) {
+        x = 3.f * normal(random_);
+      }
+      const KvRow to = view_.KOffset(table_[i / shape.kv_heads], i % shape.kv_heads);
+      KOffsetCodec::EncodeRow(row.data(), shape.head_dim, shape.dtype, 1.f, to.payload,
+                              to.metadata);
+    }
     for (int side = 0; side < 2; ++side) {
       for (int head = 0; head < shape.kv_heads; ++head) {
         for (int t = 0; t < shape.context; ++t) {
@@ -92,7 +104,13 @@ class TestCache {
     const RowFormat row_format = {view_.format[s], shape_.head_dim, shape_.dtype,
                                   GlobalScale(side, head), false};
     EncodeByCodec(row_format, row, payload, meta);
-    DecodeByCodec(row_format, payload, meta, Decoded(side, head, token));
+    float* decoded = Decoded(side, head, token);
+    DecodeByCodec(row_format, payload, meta, decoded);
+    if (side == KvSide::kK && view_.HasKOffset()) {
+      std::vector<float> offset(shape_.head_dim);
+      DecodeKOffset(view_, Block(token), head, offset.data());
+      std::transform(offset.begin(), offset.end(), decoded, decoded, std::plus<>());
+    }
   }
 
   uint8_t* PayloadRow(KvSide side, int head, int token) {
@@ -131,6 +149,7 @@ class TestCache {
     config.head_dim = shape.head_dim;
     config.block_seq_len = shape.block_seq_len;
     config.dtype = shape.dtype;
+    config.k_offset = shape.k_offset;
     return config;
   }
   int64_t Block(int token) const { return table_[token / shape_.block_seq_len]; }

@@ -63,7 +63,12 @@ struct Ingredients {
   bool search = false;
   bool mean = false;
   PrecisionWindowTokens window16;
+  KvCacheMode window_format = KvCacheMode::kNone;
+  bool k_offset = false;
+  bool k_bias = false;  // the written pool has K offsets, from a bias of kBias in every channel
 };
+
+inline constexpr float kBias = 20.f;
 
 // The empty quantized pool and 16-bit pool of one layer, and the ops of one step over them.
 class Layer {
@@ -72,8 +77,9 @@ class Layer {
       : with_(with),
         rule_(MakePrecisionWindow(with.window16, shape.block_seq_len)),
         device_(MakeCpuDevice(2, isa)),
-        quantized_(shape, 0xff),
-        window16_(Window16Shape(shape), 0xff) {
+        quantized_(QuantizedShape(shape, with), 0xff),
+        window16_(Window16Shape(shape, with), 0xff),
+        k_base_(static_cast<size_t>(kHeads) * shape.head_dim, kBias) {
     std::fill(quantized_.data().begin(), quantized_.data().end(), std::byte{0xff});
     std::fill(quantized_.scales().begin(), quantized_.scales().end(), std::byte{0xff});
     std::fill(window16_.data().begin(), window16_.data().end(), std::byte{0xff});
@@ -136,12 +142,18 @@ class Layer {
 
   const PrecisionWindow& rule() const { return rule_; }
   TestCache& quantized() { return quantized_; }
+  TestCache& window16() { return window16_; }
   int64_t num_nonfinite() const { return num_nonfinite_; }
   int64_t num_clipped() const { return num_clipped_; }
 
  private:
-  static CacheShape Window16Shape(CacheShape shape) {
-    shape.k = shape.v = KvCacheMode::kNone;
+  static CacheShape QuantizedShape(CacheShape shape, const Ingredients& with) {
+    shape.k_offset = with.k_offset && (with.window16.recent_tokens >= 0 || with.k_bias);
+    return shape;
+  }
+  static CacheShape Window16Shape(CacheShape shape, const Ingredients& with) {
+    shape.k = shape.v = with.window_format;
+    shape.k_offset = with.k_offset && with.k_bias;
     shape.first_block = 2;
     return shape;
   }
@@ -180,6 +192,8 @@ class Layer {
     if (rule_.enabled()) {
       p.window16 = window16_.view();
     }
+    const KvLayerView& written = rule_.enabled() ? window16_.view() : quantized_.view();
+    p.k_base = written.HasKOffset() ? k_base_.data() : nullptr;
     p.num_nonfinite = &num_nonfinite_;
     p.num_clipped = &num_clipped_;
     invokeProcessKV_v2(*device_, p);
@@ -222,6 +236,7 @@ class Layer {
   std::unique_ptr<Device> device_;
   TestCache quantized_;
   TestCache window16_;
+  std::vector<float> k_base_;
   std::vector<int32_t> quantized_table_;
   std::vector<int32_t> window16_table_;
   int64_t num_nonfinite_ = 0;

@@ -74,6 +74,8 @@ class Case:
         options.kv_rotate_k, options.kv_search_scales = self.quality.rotate, self.quality.search
         options.kv_sink_tokens = self.quality.sink_tokens
         options.kv_recent_tokens = self.quality.recent_tokens
+        options.kv_k_offset = self.quality.k_offset
+        options.kv_window_format = self.quality.window_mode
         c = self.constants
         if c is not None:
             options.set_kv_calibration(c.k_mean, c.k_scales, c.v_scales)

@@ -116,7 +116,21 @@ class CpuDevice final : public Device {
 
   void Embed(const EmbedParams& params) override { CpuEmbed(pool_, params); }
   void FillRope(const FillRopeParams& params) override {
-    params.table->Fill(params.positions, params.num_tokens, params.cos, params.sin);
+    if (params.block_seq_len == 0) {
+      params.table->Fill(params.positions, params.num_tokens, params.cos, params.sin);
+      return;
+    }
+    constexpr int kChunk = 64;
+    const int length = params.block_seq_len;
+    const int64_t half = params.table->dim() / 2;
+    for (int first = 0; first < params.num_tokens; first += kChunk) {
+      int32_t middle[kChunk];
+      const int count = std::min(kChunk, params.num_tokens - first);
+      for (int i = 0; i < count; ++i) {
+        middle[i] = params.positions[first + i] / length * length + length / 2;
+      }
+      params.table->Fill(middle, count, params.cos + first * half, params.sin + first * half);
+    }
   }
   void Norm(const NormParams& params) override { CpuNorm(dense_, pool_, params); }
   void Add(const AddParams& params) override { CpuAdd(pool_, params); }

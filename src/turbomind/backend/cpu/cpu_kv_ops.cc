@@ -138,9 +138,17 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     const RowFormat from = {window16.format[s], window16.head_dim, window16.dtype, 1.f, false};
     const RowFormat to = {kv.format[s], kv.head_dim, kv.dtype, GlobalScale(kv, side, head),
                           params.search_scales};
+    float base[kMaxHeadDim];
+    const bool has_base = side == KvSide::kK && window16.HasKOffset();
+    if (has_base) {
+      DecodeKOffset(window16, pending.window16, head, base);
+    }
     const auto read = [&](int slot, float* row) {
       const KvRow at = window16.Row(side, pending.window16, head, slot);
       kernels.decode_row(from, at.payload, at.metadata, row);
+      for (int d = 0; has_base && d < kv.head_dim; ++d) {
+        row[d] += base[d];
+      }
     };
     const bool has_offset = side == KvSide::kK && kv.HasKOffset();
     float row[kMaxHeadDim];
@@ -197,8 +205,7 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
                          at.payload, at.metadata, out);
       if (side == KvSide::kK && kv.HasKOffset()) {
         float offset[kMaxHeadDim];
-        const KvRow row_at = kv.KOffset(block, head);
-        KOffsetCodec::DecodeRow(row_at.payload, row_at.metadata, head_dim, kv.dtype, 1.f, offset);
+        DecodeKOffset(kv, block, head, offset);
         for (int d = 0; d < head_dim; ++d) {
           out[d] += offset[d];
         }

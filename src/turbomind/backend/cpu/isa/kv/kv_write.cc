@@ -89,6 +89,34 @@ TM_HD float* PrepareHead(const TokenRows& t, int head, const float* norm, bool r
   return x;
 }
 
+// Subtracts the offset of the key's block, which comes from K's bias, and stores it with the first
+// slot.
+void SubtractOffset(const WriteHeadArgs& args, const TokenRows& t, float* key) {
+  const WriteKvParams& p = *args.params;
+  const KvLayerView& kv = p.window16.data != nullptr ? p.window16 : p.kv;
+  const int n = kv.head_dim;
+  alignas(64) float offset[kMaxHeadDim];
+  __builtin_memcpy(offset, p.k_base + static_cast<int64_t>(args.head) * n, n * sizeof(float));
+  if (t.cos != nullptr) {
+    const int64_t angles = static_cast<int64_t>(args.token) * (p.rope_dim / 2);
+    RotateRow(offset, p.block_cos + angles, p.block_sin + angles, p.rope_dim / 2);
+  }
+  if (p.rotate) {
+    HadamardRow(offset, n, RotationSize(n));
+  }
+  const RowFormat format = {KvCacheMode::kInt8, n, kv.dtype, 1.f, false};
+  uint8_t codes[kMaxHeadDim];
+  uint8_t params[2 * sizeof(float)];
+  EncodeRow(format, offset, codes, params);
+  DecodeRow(format, codes, params, offset);
+  SubtractRow(key, offset, n);
+  if (args.slot == 0) {
+    const KvRow to = kv.KOffset(args.block, args.head);
+    __builtin_memcpy(to.payload, codes, static_cast<size_t>(n));
+    __builtin_memcpy(to.metadata, params, static_cast<size_t>(2 * SizeOf(kv.dtype)));
+  }
+}
+
 RowCounts WriteRow(const WriteHeadArgs& args, KvSide side, const float* row) {
   const KvLayerView& kv =
       args.params->window16.data != nullptr ? args.params->window16 : args.params->kv;
@@ -131,6 +159,9 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
   }
   if (p.rotate) {
     HadamardRow(k, n, RotationSize(n));
+  }
+  if (p.k_base != nullptr) {
+    SubtractOffset(args, t, k);
   }
   const float* v = PrepareHead(t, p.q_heads + kv_heads + args.head, nullptr, false);
   const RowCounts of_k = WriteRow(args, KvSide::kK, k);
