@@ -58,10 +58,13 @@ def test_reference_page_equals_code(reference: ModuleType, name: str) -> None:
     assert read(f"docs/{name}") == reference.PAGES[name]()
 
 
-def test_performance_tables_equal_results() -> None:
+def test_tables_equal_results() -> None:
     pytest.importorskip("matplotlib")
-    page = read("docs/performance.md")
-    assert load("docs/make_charts.py").with_tables(page) == page
+    charts = load("docs/make_charts.py")
+    assert set(charts.TABLES) == {"performance.md", "gpu.md"}
+    for name, tables in charts.TABLES.items():
+        page = read(f"docs/{name}")
+        assert charts.with_tables(page, tables) == page
 
 
 def test_kv_format_table_equals_reference() -> None:
