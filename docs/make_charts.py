@@ -249,16 +249,6 @@ def model_table() -> str:
     return markdown(head, body)
 
 
-def divergence_table() -> str:
-    """Return the table of the KL divergence on the GPU."""
-    rows = read(GPU)["divergence"]
-    body = [
-        [f"`{row['format']}/{row['quality']}`", f"{row['context']:,}", f"{row['kl_mean']:.5f}"]
-        for row in rows
-    ]
-    return markdown(["format", "context", "KL mean"], body)
-
-
 # The tables of a page by their names in it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "performance.md": {machine: partial(speed_table, machine) for machine in MACHINES},
@@ -267,7 +257,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "linear": linear_table,
         "prefill": prefill_table,
         "models": model_table,
-        "divergence": divergence_table,
     },
 }
 
