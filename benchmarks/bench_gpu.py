@@ -18,11 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
-from results import Row, write_json
+from results import Row, commit_here, write_json
 
 NO_GPU = 3
+OURS = "lmdeploy-fp4"
 START_TIMEOUT_S = 60.0
 FEW_MODES = ("none", "fp8", "nvfp4", "mxfp4")  # the formats that are measured first
 FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4_split")
@@ -119,6 +121,7 @@ class GpuFile:
 
     def __init__(self, path: Path, about: Row) -> None:
         self.path = path
+        self.commit = commit_here()
         self.document: Row = {"about": about, "rows": []}
         if self.path.exists():
             self.document = json.loads(self.path.read_text(encoding="utf-8"))
@@ -127,7 +130,12 @@ class GpuFile:
                 raise ValueError(f"{self.path} has rows of {known}; give --json another file.")
 
     def add(self, row: Row) -> None:
-        """Print a row and replace the row of the same cell in the file."""
+        """Print a row and replace the row of the same cell in the file.
+
+        This engine's rows get the commit, and all rows the date.
+        """
+        commit = {"commit": self.commit} if row["by"] == OURS else {}
+        row = {**row, **commit, "date": datetime.now(timezone.utc).date().isoformat()}
         print(json.dumps(row), flush=True)
         key = (row["by"], row["cell"])
         rows = [old for old in self.document["rows"] if (old["by"], old["cell"]) != key]
@@ -149,7 +157,7 @@ def measure_ours(options: argparse.Namespace) -> list[str]:
             elif "skipped" in answer:
                 print(f"skipped, {answer['skipped']}: {answer['cell']}")
             else:
-                file.add({"by": "lmdeploy-fp4", **answer})
+                file.add({"by": OURS, **answer})
                 num_rows += 1
             if time.monotonic() >= end:
                 print("the time is over")

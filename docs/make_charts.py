@@ -1,4 +1,4 @@
-"""Draw the charts of the documentation and fill the tables of docs/performance.md.
+"""Draw the charts of the documentation and fill the tables of performance.md and gpu.md.
 
 Everything comes from benchmarks/results. Run it after new results: python docs/make_charts.py
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,26 @@ WORKLOADS = {
     "memory": "Peak memory at 2,048",
 }
 SMALLER = ("server-p99", "memory")
+GPU = "gpu_nvidia_h100_80gb_hbm3"
+US = "lmdeploy-fp4"
+XQA, FLASHINFER = "XQA, flashinfer-python 0.7.2.post1", "flashinfer-python 0.7.2.post1"
+CUBLAS = "cuBLAS, torch 2.11+cu130"
+ATTENTION = ("cuDNN, torch 2.11+cu130", "FlashAttention 2, torch 2.11+cu130")
+# The columns of the tables: label, by whom, and the format.
+DECODERS = (
+    *((f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")),
+    ("XQA 16 bit", XQA, "none"),
+    ("XQA FP8", XQA, "fp8"),
+    ("FlashInfer 16 bit", FLASHINFER, "none"),
+    ("FlashInfer NVFP4", FLASHINFER, "nvfp4"),
+)
+LINEARS = (
+    ("BF16", US, "bf16"),
+    ("BF16, cuBLAS", CUBLAS, "bf16"),
+    ("Q4_0", US, "q4_0"),
+    ("Q8_0", US, "q8_0"),
+    ("MXFP4", US, "mxfp4_split"),
+)
 
 KEYS = ("ours", "baseline")  # of the results: this engine, the baseline
 Row = dict[str, Any]
@@ -103,16 +125,150 @@ def speed_table(machine: str) -> str:
     return "\n".join(lines)
 
 
-def with_tables(text: str) -> str:
-    """Return the text of docs/performance.md with the tables of today's results."""
-    for machine in MACHINES:
-        pattern = (
-            rf"(?<=<!-- table {machine}: written by docs/make_charts.py -->\n).*?(?=<!-- end -->)"
-        )
-        parts = re.split(pattern, text, flags=re.S)
+def gpu_cells(op: str) -> Iterator[tuple[str, dict[str, str], Row]]:
+    """Yield by whom an op was measured on the GPU, the words of the cell, and the row."""
+    for row in read(GPU)["rows"]:
+        words = dict(word.split("=") for word in row["cell"].split())
+        if words.pop("op") == op:
+            words.pop("launches", None)
+            yield row["by"], words, row
+
+
+def copy_rate() -> float:
+    """Return the bytes per microsecond, read and written, of a copy on the GPU."""
+    _, _, row = next(gpu_cells("copy"))
+    return float(row["activation_bytes"] / row["us"])
+
+
+def moved_bytes(row: Row) -> int:
+    """Return the least bytes that an op reads and writes."""
+    return int(row["weight_bytes"] + row["kv_bytes"] + row["activation_bytes"])
+
+
+def micros(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def markdown(head: list[str], body: list[list[str]], *, left: int = 1) -> str:
+    """Return a Markdown table whose first columns are aligned to the left."""
+    rule = " --- |" * left + " ---: |" * (len(head) - left)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    return "\n".join([lines[0], "|" + rule, *lines[1:]])
+
+
+def decode_rows() -> dict[tuple[int, ...], dict[tuple[str, str], Row]]:
+    """Return the measured rows of decode attention by shape, then by whom and format."""
+    found: dict[tuple[int, ...], dict[tuple[str, str], Row]] = {}
+    for by, words, row in gpu_cells("decode"):
+        if "window" not in words:
+            keys = ("batch", "context", "kv_heads", "group", "head_dim")
+            shape = tuple(int(words[key]) for key in keys)
+            found.setdefault(shape, {})[by, words["mode"]] = row
+    return found
+
+
+def decode_table() -> str:
+    """Return the table of decode attention: microseconds, and the share of copy bandwidth."""
+    rate, body = copy_rate(), []
+    for shape, rows in decode_rows().items():
+        batch, context, heads, group, head_dim = shape
+        cells = [f"{batch} × {context:,}", f"{heads} × {group}", str(head_dim)]
+        for _, by, mode in DECODERS:
+            row = rows.get((by, mode))
+            if row is None:
+                cells.append("–")
+            elif by == US:
+                share = moved_bytes(row) / row["us"] / rate
+                cells.append(f"{micros(row['us'])} ({share * 100:.0f} %)")
+            else:
+                cells.append(micros(row["us"]))
+        body.append(cells)
+    head = ["sequences × tokens", "KV heads × group", "head_dim", *(name for name, *_ in DECODERS)]
+    return markdown(head, body)
+
+
+def linear_table() -> str:
+    """Return the table of linear layers: microseconds, and the share of the limit."""
+    rate = copy_rate()
+    rows: dict[tuple[int, ...], dict[tuple[str, str], Row]] = {}
+    for by, words, row in gpu_cells("linear"):
+        shape = tuple(int(words[key]) for key in ("rows", "cols", "batch"))
+        rows.setdefault(shape, {})[by, words["format"]] = row
+    body = []
+    for shape in sorted(rows, key=lambda shape: (-shape[0], shape[1:])):
+        outputs, inputs, batch = shape
+        cells = [f"{outputs:,} × {inputs:,}", f"{batch:,}"]
+        for _, by, name in LINEARS:
+            cell = rows[shape].get((by, name))
+            if cell is None:
+                cells.append("–")
+            elif batch >= 512:
+                rounds = 2 * outputs * inputs * batch / cell["us"] / 1e6
+                cells.append(f"{micros(cell['us'])} ({rounds:.0f} TFLOP/s)")
+            elif by == US:
+                share = moved_bytes(cell) / cell["us"] / rate
+                cells.append(f"{micros(cell['us'])} ({share * 100:.0f} %)")
+            else:
+                cells.append(micros(cell["us"]))
+        body.append(cells)
+    return markdown(["outputs × inputs", "rows", *(name for name, *_ in LINEARS)], body)
+
+
+def prefill_table() -> str:
+    """Return the table of causal attention of prompts: microseconds and TFLOP/s."""
+    labels = {(US, "none"): "this engine, `none`", (US, "nvfp4"): "this engine, `nvfp4`"}
+    labels |= {(by, "none"): by for by in ATTENTION}
+    body = []
+    for by, words, row in gpu_cells("prefill"):
+        new, context = int(words["new_tokens"]), int(words["context"])
+        heads = int(words["kv_heads"]) * int(words["group"])
+        products = 4 * heads * int(words["head_dim"]) * new * (context - new / 2)
+        rate = products / row["us"] / 1e6
+        name = labels[by, words["mode"]]
+        body.append([f"{new:,} of {context:,}", name, micros(row["us"]), f"{rate:.0f}"])
+    body.sort(key=lambda cells: (cells[0], float(cells[2].replace(",", ""))))
+    return markdown(["new tokens of all", "by", "µs", "TFLOP/s"], body, left=2)
+
+
+def model_table() -> str:
+    """Return the table of whole models: tokens per second of prompts and of decoding."""
+    found: dict[tuple[str, int, str], dict[tuple[str, int], float]] = {}
+    for row in read(GPU)["models"]:
+        preset = row["quality"].split()[0]
+        cache = "16 bit" if row["mode"] == "none" else f"`{row['mode']}`, {preset}"
+        place = found.setdefault((row["model"], row["context"], cache), {})
+        place[row["work"], row["batch"]] = row["ours"]
+    columns = [(work, batch) for work in ("prefill", "decode") for batch in (1, 32, 128)]
+    body = [
+        [model, f"{context:,}", cache]
+        + [f"{speeds[column]:,.0f}" if column in speeds else "–" for column in columns]
+        for (model, context, cache), speeds in found.items()
+    ]
+    names = {"prefill": "prompt", "decode": "decode"}
+    head = ["model", "context", "cache", *(f"{names[work]}, {batch}" for work, batch in columns)]
+    return markdown(head, body)
+
+
+# The tables of a page by their names in it.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "performance.md": {machine: partial(speed_table, machine) for machine in MACHINES},
+    "gpu.md": {
+        "decode": decode_table,
+        "linear": linear_table,
+        "prefill": prefill_table,
+        "models": model_table,
+    },
+}
+
+
+def with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Return the text of a page with the tables of today's results."""
+    for name, make in tables.items():
+        mark = rf"<!-- table {name}: written by docs/make_charts.py -->\n"
+        parts = re.split(rf"(?<={mark}).*?(?=<!-- end -->)", text, flags=re.S)
         if len(parts) != 2:
-            raise SystemExit(f"The page must have one table {machine}, found {len(parts) - 1}.")
-        text = parts[0] + speed_table(machine) + "\n" + parts[1]
+            raise SystemExit(f"The page must have one table {name}, found {len(parts) - 1}.")
+        text = parts[0] + make() + "\n" + parts[1]
     return text
 
 
@@ -239,6 +395,41 @@ def draw_accuracy() -> None:
     save(figure, "accuracy")
 
 
+def draw_gpu() -> None:
+    """Draw the speed of decode attention on the GPU, relative to this engine's 16-bit cache."""
+    series = (
+        ("FlashInfer, NVFP4", FLASHINFER, "nvfp4", "#d5d8dc"),
+        ("XQA, FP8", XQA, "fp8", BASELINE),
+        ("lmdeploy-fp4, NVFP4", US, "nvfp4", OURS),
+    )
+    shapes = {
+        shape: rows for shape, rows in decode_rows().items() if any(by == XQA for by, _ in rows)
+    }
+    figure, axes = plt.subplots(figsize=(9.15, 3.4), layout="constrained")
+    for i, rows in enumerate(shapes.values()):
+        present = [entry for entry in series if entry[1:3] in rows]
+        for j, (_, by, mode, color) in enumerate(present):
+            place = i + (j - (len(present) - 1) / 2) * 0.26
+            ratio = rows[US, "none"]["us"] / rows[by, mode]["us"]
+            axes.barh(place, ratio, 0.24, color=color)
+            weight = "bold" if by == US else "normal"
+            axes.text(ratio + 0.03, place, f"{ratio:.1f}×", va="center", fontsize=8, weight=weight)
+    for name, _, _, color in series:
+        axes.barh(0, 0, color=color, label=name)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    labels = [
+        f"{batch} × {context:,}, {heads} × {group} heads of {head_dim}"
+        for batch, context, heads, group, head_dim in shapes
+    ]
+    axes.set_yticks(range(len(shapes)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 4)
+    axes.set_xlabel("speed relative to lmdeploy-fp4 with a 16-bit cache (1 = equal)")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.set_title("Decode attention on an NVIDIA H100: sequences × tokens", fontsize=10)
+    save(figure, "gpu")
+
+
 def main() -> None:
     plt.rcParams.update(
         {
@@ -255,8 +446,10 @@ def main() -> None:
         draw_ratios(machine)
     draw_scaling()
     draw_accuracy()
-    page = DOCS / "performance.md"
-    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+    draw_gpu()
+    for name, tables in TABLES.items():
+        page = DOCS / name
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -227,7 +227,9 @@ typedef struct kvx_gather_desc {
   uint32_t max_seq_len; /* positive */
 } kvx_gather_desc_t;
 
-/* Fills the version. `size` may be 0 or at least that of the struct. */
+/* Fills the version. `size` is 0, or at least that of the struct: then a caller that was built for
+ * the major version `abi_major` gets INCOMPATIBLE from a library of another one. An `abi_major` of
+ * 0 accepts every version. */
 KVX_API kvx_status_t kvx_get_version(kvx_version_t* out_version);
 
 /* Checks a cache without access to its memory. */

@@ -26,10 +26,15 @@ def add_lite_commands(parser: argparse.ArgumentParser) -> None:
     add_weight_commands(commands)
 
 
-def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
-    """Add the model path and the flags of every command that runs a model over a text."""
+def add_text_flags(
+    parser: argparse.ArgumentParser, *, tokens: int, text: str = "UTF-8 text file"
+) -> None:
+    """Add the model path and the flags of every command that runs a model over a text.
+
+    `text` is the help of --text.
+    """
     parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
-    parser.add_argument("--text", required=True, type=Path, help="UTF-8 text file")
+    parser.add_argument("--text", required=True, type=Path, help=text)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -60,7 +65,12 @@ def check_output(path: Path) -> None:
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("calibrate", help="create the file for --kv-quality best")
-    add_text_flags(parser, tokens=16384)
+    add_text_flags(
+        parser,
+        tokens=16384,
+        text="UTF-8 text file, or a .jsonl file with one prompt per line: a string, or an object "
+        "with text, prompt or messages",
+    )
     parser.add_argument(
         "--mean",
         default="all",
@@ -72,7 +82,8 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--percentile",
         type=float,
         default=100.0,
-        help="percentage of the values that the ranges cover (default: %(default)s)",
+        help="percentage of the values that the ranges cover; 99.9 clips outliers "
+        "(default: %(default)s)",
     )
     parser.add_argument("--output", required=True, type=Path, help="file to write")
     parser.set_defaults(run=_calibrate)

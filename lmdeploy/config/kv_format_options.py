@@ -23,7 +23,7 @@ KV_WINDOWS = ("int8", "16bit")
 
 FLAG = "--kv-cache-format"
 MAX_TABLE_BYTES = 1 << 16
-_LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_LAYERS = re.compile(r"(-?\d{1,5})(?:-(-?\d{1,5}))?")
 TABLE_SUFFIXES = (".yaml", ".yml")
 
 
@@ -106,17 +106,20 @@ class FormatPair:
         return self.k if self.k == self.v else f"k={self.k},v={self.v}"
 
 
+LayerRange = tuple[int, int, FormatPair]  # first layer, last layer, and their formats
+
+
 @dataclass(frozen=True)
 class FormatTable:
     """Formats by layer, before the model is known.
 
     A layer uses the rule for its number. Without one it uses the rule for its kind (`sliding` or
-    `full`), and without that the default.
+    `full`), and without that the default. Layer -1 is the last one.
     """
 
     default: FormatPair | None
     kinds: tuple[tuple[str, FormatPair], ...] = ()
-    ranges: tuple[tuple[int, int, FormatPair], ...] = ()  # first layer, last layer
+    ranges: tuple[LayerRange, ...] = ()  # layers below 0 count from the end
 
     @property
     def pairs(self) -> list[FormatPair]:
@@ -133,20 +136,46 @@ class FormatTable:
     def by_layer(self, windows: Sequence[int]) -> list[FormatPair]:
         """Return the pair of each layer. `windows` has each layer's sliding window, 0 for none.
 
-        Raise ValueError for a rule beyond the last layer, and for a layer without a rule.
+        Raise ValueError for a rule beyond the model's layers, for two rules of one layer, and for
+        a layer without a rule.
         """
         kinds = dict(self.kinds)
         pairs = [kinds.get("sliding" if window else "full", self.default) for window in windows]
-        for first, last, pair in self.ranges:
-            if last >= len(pairs):
-                wanted = f"layers 0 to {len(pairs) - 1} of this model"
-                raise refuse("kv_cache_format", f"layer {last}", wanted=wanted, flag=FLAG)
+        for first, last, pair in _resolved(self.ranges, len(pairs)):
             pairs[first : last + 1] = [pair] * (last + 1 - first)
         found = [pair for pair in pairs if pair is not None]
         if len(found) < len(pairs):
             got = f"nothing for layer {pairs.index(None)}"
             raise refuse("kv_cache_format", got, wanted="an entry 'default'", flag=FLAG)
         return found
+
+
+def _resolved(ranges: Sequence[LayerRange], num_layers: int) -> list[LayerRange]:
+    """Return the ranges with layers counted from the first one, in order.
+
+    Raise ValueError for a layer that the model does not have, or that has two rules.
+    """
+    found: list[LayerRange] = []
+    for first, last, pair in ranges:
+        for layer in (first, last):
+            if not -num_layers <= layer < num_layers:
+                wanted = f"layers 0 to {num_layers - 1} of this model, or -{num_layers} to -1"
+                raise refuse("kv_cache_format", f"layer {layer}", wanted=wanted, flag=FLAG)
+        begin, end = first % num_layers, last % num_layers
+        if begin > end:
+            wanted = "a first layer that is not behind the last one"
+            raise refuse("kv_cache_format", f"layers {first}-{last}", wanted=wanted, flag=FLAG)
+        found.append((begin, end, pair))
+    return _without_overlap(found, "kv_cache_format")
+
+
+def _without_overlap(ranges: Sequence[LayerRange], where: str) -> list[LayerRange]:
+    """Return the ranges in order. Raise ValueError if two of them have a common layer."""
+    ordered = sorted(ranges, key=lambda item: item[:2])
+    for before, after in itertools.pairwise(ordered):
+        if after[0] <= before[1]:
+            raise refuse(where, f"layer {after[0]} twice", wanted="one entry per layer", flag=FLAG)
+    return ordered
 
 
 def parse_cache_format(value: Any) -> FormatTable:
@@ -209,7 +238,7 @@ def _parse_table(table: dict[Any, Any], where: str) -> FormatTable:
         raise refuse(where, table, wanted="at least the entry 'default'", flag=FLAG)
     default: FormatPair | None = None
     kinds: list[tuple[str, FormatPair]] = []
-    ranges: list[tuple[int, int, FormatPair]] = []
+    ranges: list[LayerRange] = []
     for key, value in table.items():
         pair = parse_pair(value, f"{where}: entry {str(key)[:40]!r}")
         if key == "default":
@@ -218,21 +247,21 @@ def _parse_table(table: dict[Any, Any], where: str) -> FormatTable:
             kinds.append((key, pair))
         else:
             ranges.append((*_parse_layers(key, where), pair))
-    ranges.sort(key=lambda item: item[:2])
-    for before, after in itertools.pairwise(ranges):
-        if after[0] <= before[1]:
-            wanted = "one entry per layer"
-            raise refuse(where, f"layer {after[0]} twice", wanted=wanted, flag=FLAG)
-    return FormatTable(default, tuple(kinds), tuple(ranges))
+    # Where a range from the end begins is known with the model only.
+    counted = _without_overlap([item for item in ranges if min(item[:2]) >= 0], where)
+    from_end = [item for item in ranges if min(item[:2]) < 0]
+    return FormatTable(default, tuple(kinds), (*counted, *from_end))
 
 
 def _parse_layers(key: Any, where: str) -> tuple[int, int]:
     match = None if isinstance(key, bool) else _LAYERS.fullmatch(str(key))
     if match is not None:
         first, last = int(match[1]), int(match[2] or match[1])
-        if first <= last:
+        if first <= last or last < 0 <= first:
             return first, last
-    wanted = "default, sliding, full, a layer such as 3, or layers such as 0-5"
+    wanted = (
+        "default, sliding, full, a layer such as 3 or -1 (the last), or layers such as 0-5 or -2--1"
+    )
     raise refuse(f"{where}: entry", str(key)[:40], wanted=wanted, flag=FLAG)
 
 

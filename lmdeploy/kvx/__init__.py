@@ -34,12 +34,17 @@ def include_folder() -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the library, with the types of its functions set. Raise OSError without it."""
+    """Return the library, with the types of its functions set.
+
+    Raise OSError without it, and KvxError if it has another major version of the ABI.
+    """
     loaded = ctypes.CDLL(str(library_path()))
     for name, types in abi.FUNCTIONS.items():
         function = getattr(loaded, name)
         function.argtypes = types
         function.restype = ctypes.c_int
+    version = abi.Version(abi_major=abi.VERSION_MAJOR)
+    check(loaded.kvx_get_version(version))
     return loaded
 
 

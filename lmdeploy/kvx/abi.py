@@ -7,6 +7,7 @@ import enum
 from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 MAX_TENSOR_DIMS = 5
+VERSION_MAJOR = 1
 
 
 class Status(enum.IntEnum):

@@ -1,7 +1,8 @@
 """`lmdeploy lite calibrate`: creates the calibration file that `kv_quality` best needs.
 
-The model reads a text twice with a 16-bit cache. The first pass computes the mean of K per layer,
-head and channel. The second pass subtracts that mean, rotates K and measures the ranges of K and V.
+The model reads a text or many prompts twice with a 16-bit cache. The first pass computes the mean
+of K per layer, head and channel. The second pass subtracts that mean, rotates K and measures the
+ranges of K and V.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy.typing as npt
 from lmdeploy.base.checks import check_choice, check_int, check_number
 from lmdeploy.engine.kv_calibration import Calibration, CalibrationMetadata, write_calibration
 from lmdeploy.engine.plan import longest_position
-from lmdeploy.lite.divergence import read_text
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
+from lmdeploy.lite.prompts import cut_prompts, encode_prompts, read_prompts
 from lmdeploy.lite.rope_speed import slow_channels
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ class CalibrationOptions:
     """The options of a calibration.
 
     Args:
-        tokens: most tokens of the text to use.
-        context: tokens of one prompt, at most the model's context length.
+        tokens: most tokens of the text, or of all prompts, to use.
+        context: tokens of one prompt, at most the model's context length. Longer ones are cut.
         mean: channels of K whose mean is subtracted: all, those that RoPE turns slowly, or none.
-        percentile: percentage of the values |x| that the ranges cover. 100 covers all values.
+        percentile: percentage of the values |x| that the ranges cover. 100 covers all values; 99.9
+            clips outliers.
         exact: compute in FP32 with four bytes per weight, unlike a server.
 
     Raises:
@@ -65,17 +67,17 @@ class CalibrationOptions:
 def calibrate_file(
     model_path: str, text_path: Path, *, output: Path, options: CalibrationOptions
 ) -> Calibration:
-    """Calibrate a model on a UTF-8 text file and write the calibration file to `output`.
+    """Calibrate a model on a UTF-8 text or JSONL file and write the file `output`.
 
     Raises:
         ValueError, OSError: if the text, the model or a path cannot be used.
     """
-    text = read_text(text_path)
+    prompts = read_prompts(text_path)
     model = open_model(model_path, exact=options.exact)
-    calibration = calibrate(
+    calibration = calibrate_prompts(
         model,
-        model.loaded.tokenizer.encode(text, add_special=False),
-        text_hash=hashlib.sha256(text.encode()).hexdigest(),
+        encode_prompts(model, prompts),
+        text_hash=hashlib.sha256(text_path.read_bytes()).hexdigest(),
         options=options,
     )
     write_calibration(output, calibration)
@@ -89,18 +91,28 @@ def calibrate(
 
     `text_hash` is the SHA-256 of the text in hexadecimal.
     """
+    return calibrate_prompts(model, [ids], text_hash=text_hash, options=options)
+
+
+def calibrate_prompts(
+    model: OpenModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    text_hash: str,
+    options: CalibrationOptions,
+) -> Calibration:
+    """Compute the calibration of `model` from the ids of prompts, which do not see each other."""
     context = min(options.context, longest_position(model.config))
-    ids = ids[: options.tokens]
-    if not ids:
+    pieces = cut_prompts(prompts, context=context, max_tokens=options.tokens)
+    if not pieces:
         raise ValueError("The text has no tokens (--text).")
-    prompts = [ids[i : i + context] for i in range(0, len(ids), context)]
-    first = _collect(model, prompts, mean=None, context=context)
+    first = _collect(model, pieces, mean=None, context=context)
     mean = k_mean(first, model.config, which=options.mean, context=context)
-    second = _collect(model, prompts, mean=mean, context=context)
+    second = _collect(model, pieces, mean=mean, context=context)
     facts = CalibrationMetadata(
         model_hash=model.hash,
         text_hash=text_hash,
-        tokens=len(ids),
+        tokens=sum(map(len, pieces)),
         context=context,
         mean=options.mean,
         percentile=float(options.percentile),

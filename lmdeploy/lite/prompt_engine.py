@@ -15,7 +15,7 @@ from lmdeploy.base.resources import free_memory_bytes, usable_cores
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.config.engine import TurbomindEngineConfig
-    from lmdeploy.engine.model_files import LoadedModel
+    from lmdeploy.engine.model_files import LoadedModel, ModelChanges
 
 Floats = npt.NDArray[np.float32]
 Configure = Callable[["_turbomind.EngineConfig"], None]
@@ -75,11 +75,17 @@ class OpenModel:
         return apply
 
 
-def open_model(path: str, *, exact: bool = False, threads: int | None = None) -> OpenModel:
+def open_model(
+    path: str,
+    *,
+    exact: bool = False,
+    threads: int | None = None,
+    changes: ModelChanges | None = None,
+) -> OpenModel:
     """Load a model on the CPU with the cache dtype that a server would use.
 
     Without this, exact compute would store 16-bit K and V, scales and zeros in FP32. None for
-    `threads` uses all cores.
+    `threads` uses all cores, and None for `changes` changes nothing.
     """
     from lmdeploy import _turbomind
     from lmdeploy.engine.model_files import load_model, open_files
@@ -87,7 +93,8 @@ def open_model(path: str, *, exact: bool = False, threads: int | None = None) ->
     threads = threads or usable_cores()
     device = _turbomind.make_cpu_device(threads)
     dtype = open_files(path).info.config.dtype
-    return OpenModel(path, load_model(path, dtype=dtype, exact=exact, device=device), threads)
+    loaded = load_model(path, dtype=dtype, exact=exact, device=device, changes=changes)
+    return OpenModel(path, loaded, threads)
 
 
 class PromptEngine:

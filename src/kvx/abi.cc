@@ -4,9 +4,9 @@
 #include "kvx/kvx_launch.h"
 #include "kvx/kvx_turbomind.h"
 #include "kvx/quantized.h"
+#include "kvx/status.h"
 #include "kvx/transfer.h"
 #include "kvx/validate.h"
-#include "turbomind/core/check.h"
 
 namespace {
 
@@ -23,20 +23,6 @@ static_assert(sizeof(kvx_write_desc_t) == 512);
 static_assert(sizeof(kvx_gather_desc_t) == 352);
 static_assert(sizeof(kvx_tm_layer_t) == 104);
 
-template <class F>
-kvx_status_t StatusOf(F&& fn) noexcept {
-  try {
-    fn();
-    return KVX_STATUS_OK;
-  } catch (const kvx::Refusal& refusal) {
-    return refusal.status;
-  } catch (const turbomind::InvalidArgument&) {
-    return KVX_STATUS_INVALID_ARGUMENT;
-  } catch (...) {
-    return KVX_STATUS_INTERNAL_ERROR;
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -46,22 +32,24 @@ kvx_status_t kvx_get_version(kvx_version_t* out_version) {
       (out_version->size != 0 && out_version->size < sizeof(*out_version))) {
     return KVX_STATUS_INVALID_ARGUMENT;
   }
+  const uint32_t wanted = out_version->size == 0 ? 0 : out_version->abi_major;
   *out_version = {sizeof(*out_version), KVX_ABI_VERSION_MAJOR, KVX_ABI_VERSION_MINOR, 0};
-  return KVX_STATUS_OK;
+  const bool is_known = wanted == 0 || wanted == KVX_ABI_VERSION_MAJOR;
+  return is_known ? KVX_STATUS_OK : KVX_STATUS_INCOMPATIBLE;
 }
 
 kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache) {
-  return StatusOf([&] { kvx::CheckCache(cache); });
+  return kvx::StatusOf([&] { kvx::CheckCache(cache); });
 }
 
 kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
                           void* /*stream*/) {
-  return StatusOf([&] { kvx::WriteKv(cache, write); });
+  return kvx::StatusOf([&] { kvx::WriteKv(cache, write); });
 }
 
 kvx_status_t kvx_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
                            void* /*stream*/) {
-  return StatusOf([&] { kvx::GatherKv(cache, gather); });
+  return kvx::StatusOf([&] { kvx::GatherKv(cache, gather); });
 }
 
 kvx_status_t kvx_launch_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
@@ -90,21 +78,21 @@ kvx_status_t kvx_tm_negotiate(uint32_t major, uint32_t minor) {
 }
 
 kvx_status_t kvx_tm_describe(kvx_tm_layer_t* layer) {
-  return StatusOf([&] { kvx::Describe(layer); });
+  return kvx::StatusOf([&] { kvx::Describe(layer); });
 }
 
 kvx_status_t kvx_tm_as_cache(const kvx_tm_layer_t* layer, kvx_cache_desc_t* out) {
-  return StatusOf([&] { kvx::AsCache(layer, out); });
+  return kvx::StatusOf([&] { kvx::AsCache(layer, out); });
 }
 
 kvx_status_t kvx_tm_write_kv(const kvx_tm_layer_t* layer, const kvx_write_desc_t* write,
                              void* /*stream*/) {
-  return StatusOf([&] { kvx::WriteQuantized(layer, write); });
+  return kvx::StatusOf([&] { kvx::WriteQuantized(layer, write); });
 }
 
 kvx_status_t kvx_tm_gather_kv(const kvx_tm_layer_t* layer, const kvx_gather_desc_t* gather,
                               void* /*stream*/) {
-  return StatusOf([&] { kvx::GatherQuantized(layer, gather); });
+  return kvx::StatusOf([&] { kvx::GatherQuantized(layer, gather); });
 }
 
 }  // extern "C"

@@ -121,8 +121,10 @@ def stored_histograms(
         return engine.statistics()
 
 
-def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
-    """Return the number of values of K and V beyond the range of the format.
+def saturated_heads(
+    statistics: dict[str, Any], cell: KvVariant
+) -> dict[str, list[list[int]]] | None:
+    """Return the values beyond the range of the format, by side (k, v), layer and KV head.
 
     None means that each row has a range of its own. The limit is exact to 1/16 octave: a bin counts
     if its lower edge is at or above the limit.
@@ -132,7 +134,7 @@ def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
     (largest,) = [row.max_value for row in _turbomind.kv_formats() if row.name == cell.format]
     if largest == 0:
         return None
-    count = 0
+    counts = {}
     for i, side in enumerate("kv"):
         histogram = statistics[f"{side}_histogram"]
         scale = np.float32(1) if cell.scales is None else cell.scales[i]
@@ -141,5 +143,17 @@ def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
         exact = (limit.view(np.int32) & ((1 << 19) - 1)) == 0
         first = np.clip(first + ~exact, 0, histogram.shape[-1])
         beyond = np.arange(histogram.shape[-1]) >= first[..., None]
-        count += int((histogram * beyond).sum())
-    return count
+        counts[side] = (histogram * beyond).sum(axis=-1).tolist()
+    return counts
+
+
+def worst_head(counts: dict[str, list[list[int]]]) -> tuple[str, int, int, int]:
+    """Return side, layer, KV head and count of the head with the most saturated values."""
+    every = [
+        (count, side, layer, head)
+        for side, layers in counts.items()
+        for layer, heads in enumerate(layers)
+        for head, count in enumerate(heads)
+    ]
+    count, side, layer, head = max(every, key=lambda entry: entry[0])
+    return side, layer, head, count

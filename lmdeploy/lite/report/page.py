@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.resources import cpu_name
 from lmdeploy.lite.report.cells import REFERENCE
-from lmdeploy.lite.report.costs import DECODE_ROUNDS, DECODE_STEPS, SIZES
+from lmdeploy.lite.report.costs import DECODE_ROUNDS, DECODE_STEPS, SIZES, worst_head
 from lmdeploy.lite.retrieval import DEPTHS
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def _costs(report: Report) -> Iterator[str]:
         f"the rotation. Decode is the speed of one sequence: the median of {DECODE_ROUNDS} rounds "
         f"of {DECODE_STEPS} steps that alternate between the qualities of a format. The percentage "
         "in brackets is relative to `raw`. Saturated is the number of values of the first context "
-        "beyond the range of the format."
+        "beyond the range of the format, and the head that has the most of them. The JSON file has "
+        "all heads."
     )
     yield ""
     contexts = list(map(str, report.options.contexts))
@@ -149,9 +150,20 @@ def _costs(report: Report) -> Iterator[str]:
                 *(f"{bits:.2f}" for bits in figures["bits_per_value"].values()),
                 f"{figures['write_ns_per_token'] / 1000:.2f}",
                 *(_speed(figures["decode"].get(context)) for context in contexts),
-                NOTHING if figures["saturated"] is None else str(figures["saturated"]),
+                saturated_cell(figures["saturated_heads"]),
             ]
         )
+
+
+def saturated_cell(counts: dict[str, list[list[int]]] | None) -> str:
+    """Return the total, and the head that has the most of it."""
+    if counts is None:
+        return NOTHING
+    total = sum(sum(heads) for layers in counts.values() for heads in layers)
+    if total == 0:
+        return "0"
+    side, layer, head, count = worst_head(counts)
+    return f"{total} ({count} in {side.upper()} of layer {layer}, head {head})"
 
 
 def _speed(row: dict[str, Any] | None) -> str:

@@ -37,7 +37,7 @@ inline DeviceCapability CudaCapability(int sm) {
           .reads_mapped_files = false,
           .has_fp32 = false,
           .collects_kv_statistics = false,
-          // No GPU has been measured, and a step with a draft is not recorded as a graph.
+          // Drafts have not run on a GPU, and a step with a draft is not recorded as a graph.
           .drafts_by_default = false};
 }
 

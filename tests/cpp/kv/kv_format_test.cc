@@ -100,6 +100,27 @@ TEST_CASE("the error for a device without FP4 names the device and those that su
   CHECK(Mentions(ErrorOf([] { GetKvCacheMode(16, Cuda(70)); }), "SM 70"));
 }
 
+// TurboMind's clients and its design give these bits a meaning, also those that no format uses.
+static_assert(static_cast<int>(QuantPolicy::kNone) == 0);
+static_assert(static_cast<int>(QuantPolicy::kReserve1) == 1);
+static_assert(static_cast<int>(QuantPolicy::kReserve2) == 2);
+static_assert(static_cast<int>(QuantPolicy::kCacheKVInt4) == 4);
+static_assert(static_cast<int>(QuantPolicy::kCacheKVInt8) == 8);
+static_assert(static_cast<int>(QuantPolicy::kCacheKVFp4) == 16);
+
+TEST_CASE("every policy selects its format by its value") {
+  const auto mode_of = [](QuantPolicy policy) {
+    return GetKvCacheMode(static_cast<int>(policy), kCpu);
+  };
+  CHECK(mode_of(QuantPolicy::kNone) == KvCacheMode::kNone);
+  CHECK(mode_of(QuantPolicy::kCacheKVInt4) == KvCacheMode::kInt4);
+  CHECK(mode_of(QuantPolicy::kCacheKVInt8) == KvCacheMode::kInt8);
+  CHECK(mode_of(QuantPolicy::kCacheKVFp4) == KvCacheMode::kFp4Nv);
+  for (const QuantPolicy reserved : {QuantPolicy::kReserve1, QuantPolicy::kReserve2}) {
+    CHECK(Mentions(ErrorOf([&] { mode_of(reserved); }), "quant_policy is"));
+  }
+}
+
 TEST_CASE("every other integer is rejected with its value") {
   for (int value = -40; value <= 300; ++value) {
     if (value == 0 || value == 4 || value == 8 || value == 16) {

@@ -127,6 +127,14 @@ static void test_version(void) {
   CHECK(kvx_get_version(&version) == KVX_STATUS_INVALID_ARGUMENT);
   version.size = 1000;
   CHECK(kvx_get_version(&version) == KVX_STATUS_OK);
+  version.abi_major = KVX_ABI_VERSION_MAJOR + 1;
+  CHECK(kvx_get_version(&version) == KVX_STATUS_INCOMPATIBLE);
+  CHECK(version.size == sizeof(version) && version.abi_major == KVX_ABI_VERSION_MAJOR);
+  version.abi_major = KVX_ABI_VERSION_MAJOR + 1;
+  version.size = 0; /* the fields of a struct without a size do not count */
+  CHECK(kvx_get_version(&version) == KVX_STATUS_OK);
+  version.abi_major = 0;
+  CHECK(kvx_get_version(&version) == KVX_STATUS_OK);
   CHECK(kvx_get_version(NULL) == KVX_STATUS_INVALID_ARGUMENT);
   CHECK(kvx_tm_negotiate(1, 0) == KVX_STATUS_OK);
   CHECK(kvx_tm_negotiate(1, 1) == KVX_STATUS_INCOMPATIBLE);

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "kvx/kvx_fixture.h"
+#include "kvx/status.h"
 
 namespace kvx {
 namespace {
@@ -242,6 +243,15 @@ TEST_CASE("random fields in descriptors never lead outside of the memory") {
     accepted += kvx_gather_kv(&cache, &gather, nullptr) == KVX_STATUS_OK;
   }
   CHECK(accepted > kCases / 10);
+}
+
+TEST_CASE("every exception becomes a status") {
+  CHECK(StatusOf([] {}) == KVX_STATUS_OK);
+  CHECK(StatusOf([] { throw Refusal{kOutside}; }) == kOutside);
+  CHECK(StatusOf([] { throw turbomind::InvalidArgument("x"); }) == kInvalid);
+  CHECK(StatusOf([] { throw turbomind::InternalError("x"); }) == KVX_STATUS_INTERNAL_ERROR);
+  CHECK(StatusOf([] { throw std::bad_alloc(); }) == KVX_STATUS_INTERNAL_ERROR);
+  CHECK(StatusOf([] { throw 1; }) == KVX_STATUS_INTERNAL_ERROR);
 }
 
 TEST_CASE("two threads write to disjoint slots of one cache") {

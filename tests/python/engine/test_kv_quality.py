@@ -161,7 +161,7 @@ def test_kv_options_text_and_labels_describe_them():
         ({"kv_cache_format": {"half": "fp8"}}, r"entry is 'half'. It must be default, sliding"),
         ({"kv_cache_format": {"5-3": "fp8"}}, "is '5-3'"),
         ({"kv_cache_format": {True: "fp8"}}, "is 'True'"),
-        ({"kv_cache_format": {-1: "fp8"}}, "is '-1'"),
+        ({"kv_cache_format": {"--1": "fp8"}}, "is '--1'"),
         ({"kv_cache_format": {"0-2": "fp8", 2: "int8"}}, "layer 2 twice"),
         ({"kv_cache_format": "fp8", "quant_policy": 16}, "quant_policy 16 contradicts .*'fp8'"),
         ({"kv_cache_format": "fp8", "quant_policy": "none"}, "quant_policy 'none' contradicts"),
@@ -198,6 +198,14 @@ def test_parse_cache_format_table_gives_formats_by_layer():
     assert names(FULL, {"0-3": "int4"}) == ["int4"] * 4
 
 
+def test_parse_cache_format_layers_count_from_the_end():
+    table = {"default": "int4", 0: "int8", -1: "fp8"}
+    assert names(FULL, table) == ["int8", "int4", "int4", "fp8"]
+    assert names(FULL, {"default": "int4", "-2--1": "fp8"}) == ["int4"] * 2 + ["fp8"] * 2
+    assert names(FULL, {"0": "int8", "1--1": "fp8"}) == ["int8"] + ["fp8"] * 3
+    assert names([0], {"0--1": "fp8"}) == ["fp8"]
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["default", "full", "1"])))
 def test_parse_cache_format_order_of_entries_does_not_matter(order):
     table = {key: {"default": "int4", "full": "int8", "1": "fp8"}[key] for key in order}
@@ -209,6 +217,9 @@ def test_parse_cache_format_order_of_entries_does_not_matter(order):
     [
         ({"default": "fp8", 4: "int8"}, "is 'layer 4'. It must be layers 0 to 3"),
         ({"default": "fp8", "2-9": "int8"}, "is 'layer 9'"),
+        ({"default": "fp8", -5: "int8"}, "is 'layer -5'. It must be .* or -4 to -1"),
+        ({"default": "fp8", 3: "int8", -1: "int4"}, "layer 3 twice"),
+        ({"default": "fp8", "3--2": "int8"}, "is 'layers 3--2'"),
         ({"sliding": "fp8"}, "nothing for layer 0"),
         ({"0-2": "fp8"}, "nothing for layer 3"),
     ],
@@ -239,6 +250,7 @@ def test_engine_config_yaml_table_is_read(tmp_path):
         ("default: !!python/object/apply:os.system ['true']\n", "is 'a list'"),
         ("default: fp8\n3: int8\n03: int4\n", "layer 3 twice"),
         ("default: fp8\n0x3: int8\n", "entry is '0x3'"),
+        ("default: fp8\n-1--2: int8\n", "entry is '-1--2'"),
         ("default: fp8\n<<: {0: int8}\n", "entry '<<' is 'a dict'"),
         ("default: {k: fp8}\n", "entry 'default' is 'a dict'"),
         ("? [1, 2]\n: fp8\n", "not YAML|must be default"),

@@ -23,6 +23,8 @@ FIGURES = {
     ("fp8", False): 0.0265,
 }
 FIGURE_BAND = 0.02
+# Both multiply three numbers in FP32, in another order. A product has an error of 2^-24.
+TWO_PRODUCTS_RTOL = 2.0**-22
 
 
 def gaussian(rows: int = 4096, head_dim: int = 128, seed: int = 0) -> np.ndarray:
@@ -158,6 +160,46 @@ def test_decode_rows_every_fp4_code_and_scale_byte_equals_reference(
     np.testing.assert_array_equal(decoded, wanted)
     number = ~np.isnan(wanted)
     np.testing.assert_array_equal(np.signbit(decoded[number]), np.signbit(wanted[number]))
+
+
+def dequantize_linear(x: np.ndarray, scale: np.ndarray, *, block_size: int) -> np.ndarray:
+    """Return x · scale as ONNX's DequantizeLinear defines it for blocks of the last axis.
+
+    A block_size of 0 means one scale for the tensor. There is no zero point.
+    """
+    spread = np.repeat(scale, block_size, axis=-1) if block_size else scale
+    return (x.astype(np.float32) * spread.astype(np.float32)).astype(np.float32)
+
+
+def test_decode_rows_equals_two_dequantize_linear_of_model_optimizer() -> None:
+    """Model-Optimizer exports NVFP4 as FP8 scales by an FP32 scale, then FP4 by both."""
+    amax = 37.5
+    global_scale = np.float32(amax / (6 * 448))  # its weights_scaling_factor_2
+    rows = np.clip(gaussian(512, 64) * 9, -amax, amax)
+    payload, metadata = _turbomind.encode_rows("nvfp4", rows, "float16", float(global_scale))
+    scales = from_e4m3(metadata)
+    values = from_e2m1(payload)
+    sw_f32 = dequantize_linear(scales, global_scale, block_size=0)
+    wanted = dequantize_linear(values, sw_f32, block_size=16)
+    decoded = _turbomind.decode_rows("nvfp4", payload, metadata, 64, "float16", float(global_scale))
+    np.testing.assert_allclose(decoded, wanted, rtol=TWO_PRODUCTS_RTOL)
+    assert np.abs(decoded - rows).max() <= amax / 6 + 1e-3  # half of the widest gap, 4 to 6
+
+
+def from_e4m3(codes: np.ndarray) -> np.ndarray:
+    """Return the values of OCP E4M3 bytes, by the fields of the format."""
+    exponent, fraction = (codes >> 3 & 15).astype(int), (codes & 7) / 8.0
+    normal = (1 + fraction) * 2.0 ** (exponent - 7)
+    values = np.where(exponent == 0, fraction * 2.0**-6, normal)
+    return np.where(codes & 128, -values, values).astype(np.float32)
+
+
+def from_e2m1(payload: np.ndarray) -> np.ndarray:
+    """Return the values of OCP E2M1 nibbles, the low one first, as ONNX's FLOAT4E2M1 stores."""
+    codes = np.stack([payload & 15, payload >> 4], axis=-1).reshape(len(payload), -1)
+    exponent, fraction = (codes >> 1 & 3).astype(int), (codes & 1) / 2.0
+    values = np.where(exponent == 0, fraction, (1 + fraction) * 2.0 ** (exponent - 1))
+    return np.where(codes & 8, -values, values).astype(np.float32)
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_e5m2"])

@@ -104,6 +104,16 @@ def test_module_prints_where_both_are() -> None:
     assert (include_folder() / "kvx/kvx_abi.h").is_file()
 
 
+def test_library_of_another_major_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"KVX_ABI_VERSION_MAJOR {abi.VERSION_MAJOR}\n" in headers()
+    library.cache_clear()
+    monkeypatch.setattr(abi, "VERSION_MAJOR", abi.VERSION_MAJOR + 1)
+    with pytest.raises(KvxError, match="INCOMPATIBLE"):
+        library()
+    monkeypatch.undo()
+    assert library().kvx_get_version(abi.Version()) == abi.Status.OK
+
+
 def test_status_becomes_an_error() -> None:
     version = abi.Version()
     check(library().kvx_get_version(version))

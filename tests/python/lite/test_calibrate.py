@@ -28,7 +28,14 @@ from lmdeploy.engine.kv_calibration import (
     write_calibration,
 )
 from lmdeploy.lite import calibrate as module
-from lmdeploy.lite.calibrate import CalibrationOptions, calibrate, clipped_amax, k_mean
+from lmdeploy.lite.calibrate import (
+    CalibrationOptions,
+    calibrate,
+    calibrate_prompts,
+    clipped_amax,
+    k_mean,
+)
+from lmdeploy.lite.prompts import encode_prompts, read_prompts
 from lmdeploy.lite.rope_speed import inverse_frequencies, slow_channels
 
 LAYERS, HEADS, HEAD_DIM, BINS = 3, 2, 16, 640
@@ -321,6 +328,64 @@ def test_calibrate_runs_two_passes(monkeypatch):
     assert (found.k_mean == -2).all() and (found.v_amax == 7).all()
     assert (found.k_amax == 9 + 2).all() and (found.k_amax_rotated == 5).all()
     assert (found.facts.tokens, found.facts.context, found.facts.model_hash) == (150, 64, HASH)
+
+
+def test_calibrate_prompts_do_not_share_contexts(monkeypatch):
+    monkeypatch.setattr(module, "PromptEngine", FakeEngine)
+    FakeEngine.prompts, FakeEngine.engine_configs = [], []
+    model = SimpleNamespace(config=MODEL, hash=HASH)
+    prompts = [[1] * 10, [], [2] * 100, [3] * 10, [4] * 10]
+    options = CalibrationOptions(tokens=125, context=64)
+    found = calibrate_prompts(model, prompts, text_hash="t", options=options)
+    assert FakeEngine.prompts == [[1] * 10, [2] * 64, [2] * 36, [3] * 10, [4] * 5] * 2
+    assert found.facts.tokens == 125
+
+
+def test_read_prompts_takes_a_prompt_from_each_line(tmp_path):
+    messages = [{"role": "user", "content": "Hi"}]
+    lines = ["a\u2028b", {"text": "c\n"}, "", {"prompt": "d", "id": 3}, {"messages": messages}]
+    path = tmp_path / "prompts.jsonl"
+    encoded = [json.dumps(line, ensure_ascii=False) if line else "" for line in lines]
+    path.write_text("\n".join(encoded) + "\n", encoding="utf-8")
+    assert read_prompts(path) == ["a\u2028b", "c\n", "d", messages]
+    plain = path.with_suffix(".txt")
+    plain.write_bytes(path.read_bytes())
+    assert read_prompts(plain) == [path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "3", "null", "[]", "[3]", "{}", '{"text": 3}', '{"text": "a", "prompt": "b"}'),
+        *('{"messages": []}', '{"messages": [{"role": "user"}]}', '{"messages": ["Hi"]}'),
+        pytest.param("[" * 9999, id="deep"),
+    ],
+)
+def test_read_prompts_names_the_line_that_is_not_a_prompt(tmp_path, line):
+    path = tmp_path / "prompts.JSONL"
+    path.write_text(f'"good"\n{line}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^prompts.JSONL, line 2: ") as info:
+        read_prompts(path)
+    assert len(str(info.value)) < 200
+
+
+def test_encode_prompts_renders_messages_by_the_chat_template():
+    def render(messages, *, add_generation_prompt):
+        assert not add_generation_prompt
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+    def encode(text, *, add_special):
+        assert not add_special
+        return list(map(ord, text))
+
+    loaded = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode))
+    loaded.chat_template = SimpleNamespace(render=render)
+    model = SimpleNamespace(loaded=loaded)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert encode_prompts(model, ["ab", messages]) == [[97, 98], list(map(ord, "<user>Hi"))]
+    loaded.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_prompts(model, [messages])
 
 
 def test_calibrate_empty_text_is_rejected():

@@ -111,6 +111,25 @@ def test_calibrate_repeats_bit_for_bit(folder, file, tmp_path):
     assert calibrate(folder, tmp_path / "again").read_bytes() == file.read_bytes()
 
 
+def test_calibrate_reads_prompts_of_a_jsonl_file(folder, opened, file, ids, tmp_path):
+    """One prompt per context gives the calibration of the whole text, except its hash."""
+    encode, decode = opened.loaded.tokenizer.encode, opened.loaded.tokenizer.decode
+    pieces = [ids[i : i + CONTEXT] for i in range(0, TOKENS, CONTEXT)]
+    texts = [decode(piece[:CONTEXT]) for piece in pieces]
+    assert [encode(text, add_special=False) for text in texts] == [p[:CONTEXT] for p in pieces]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    output = tmp_path / "of-prompts"
+    size = ("--tokens", str(TOKENS), "--context", str(CONTEXT), "--exact")
+    arguments = ("calibrate", folder, "--text", str(prompts), "--output", str(output))
+    assert main(["lite", *arguments, *size]) == 0
+    wanted = read_calibration(file, opened.config, model_hash=opened.hash)
+    found = read_calibration(output, opened.config, model_hash=opened.hash)
+    assert found.facts.tokens == TOKENS
+    np.testing.assert_array_equal(found.k_mean, wanted.k_mean)
+    np.testing.assert_array_equal(found.v_amax, wanted.v_amax)
+
+
 def test_calibrate_mean_option_selects_channels(folder, opened, file, tmp_path):
     def mean(*flags):
         path = calibrate(folder, tmp_path / "m", *flags)

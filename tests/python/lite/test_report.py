@@ -12,7 +12,7 @@ from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy.cli.main import main
 from lmdeploy.lite.divergence import Score
-from lmdeploy.lite.report import costs, data, run
+from lmdeploy.lite.report import costs, data, page, run
 from lmdeploy.lite.report.cells import KvVariant
 from lmdeploy.lite.report.data import Measurements, ReportOptions
 from lmdeploy.lite.report.run import check_length, numbers
@@ -86,7 +86,7 @@ def test_make_prompt_too_many_pairs_are_rejected() -> None:
         make_prompt(letters, [46] * 4000, context=300, pairs=20, seed=1)
 
 
-def test_num_saturated_counts_bins_beyond_the_limit() -> None:
+def test_saturated_heads_count_bins_beyond_the_limit() -> None:
     histogram = np.zeros((1, 2, 640), np.int64)
 
     def place(x: float) -> int:
@@ -94,12 +94,19 @@ def test_num_saturated_counts_bins_beyond_the_limit() -> None:
 
     for x in (1.0, 440.0, 450.0, 1000.0):
         histogram[0, :, place(x)] += 1
+    histogram[0, 1, place(500.0)] += 3
     statistics = {"k_histogram": histogram, "v_histogram": np.zeros_like(histogram)}
     cell = KvVariant("fp8", lambda _: None)
-    assert costs.num_saturated(statistics, cell) == 4  # 450 is in the same bin as 448
+    found = costs.saturated_heads(statistics, cell)
+    assert found == {"k": [[2, 5]], "v": [[0, 0]]}  # 450 is in the same bin as 448
+    assert costs.worst_head(found) == ("k", 0, 1, 5)
+    assert page.saturated_cell(found) == "7 (5 in K of layer 0, head 1)"
     scales = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
-    assert costs.num_saturated(statistics, replace(cell, scales=scales)) == 2
-    assert costs.num_saturated(statistics, KvVariant("int4", lambda _: None)) is None
+    found = costs.saturated_heads(statistics, replace(cell, scales=scales))
+    assert found == {"k": [[2, 0]], "v": [[0, 0]]}
+    assert costs.saturated_heads(statistics, KvVariant("int4", lambda _: None)) is None
+    assert page.saturated_cell({"k": [[0]], "v": [[0]]}) == "0"
+    assert page.saturated_cell(None) == page.NOTHING
 
 
 def test_measurements_are_kept_and_other_facts_are_rejected(tmp_path: Path) -> None:
@@ -237,12 +244,12 @@ def test_kv_report_writes_page_data_and_plot(
 ) -> None:
     assert main(arguments) == 0
     folder = Path(arguments[-1])
-    page = (folder / "kv-report.md").read_text(encoding="utf-8")
+    text = (folder / "kv-report.md").read_text(encoding="utf-8")
     facts = json.loads((folder / "kv-report.json").read_text(encoding="utf-8"))
     assert (folder / "kv-report.png").read_bytes().startswith(b"\x89PNG")
     assert list(facts["cells"]) == LABELS
-    assert all(f"| `{label}` |" in page for label in LABELS)
-    assert str(folder) not in page
+    assert all(f"| `{label}` |" in text for label in LABELS)
+    assert str(folder) not in text
     for row in facts["cells"].values():
         assert row["texts"]["austen"]["256"]["tokens"] == 510
         assert row["write_ns_per_token"] > 0 and row["decode"]["256"]["tokens_per_s"] > 0
@@ -255,7 +262,7 @@ def test_kv_report_writes_page_data_and_plot(
     monkeypatch.setattr(costs, "decode_speeds", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(data, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
     assert main(arguments) == 0
-    assert (folder / "kv-report.md").read_text(encoding="utf-8") == page
+    assert (folder / "kv-report.md").read_text(encoding="utf-8") == text
 
 
 def test_kv_report_context_beyond_training_positions_is_rejected(

@@ -166,6 +166,7 @@ def test_bench_gpu_restarts_the_program_after_a_crash(tmp_path, capsys):
     rows = json.loads(path.read_text())["rows"]
     cells = [cell for cell in bench_gpu.small_cells() if "op=flatten" not in cell]
     assert [row["cell"] for row in rows] == cells
+    assert all(row["commit"] and row["date"] for row in rows)
     assert capsys.readouterr().out.count("FAILED: op=flatten") == len(bench_gpu.FEW_MODES)
     assert bench_gpu.main(command) == 1
     assert len(json.loads(path.read_text())["rows"]) == len(cells)  # replaced, not repeated
