@@ -17,6 +17,10 @@ VENV=$(realpath -ms "${LMDEPLOY_VENV:-.venv}")
 readonly BUILD_ROOT VENV
 readonly JOBS="$(nproc)"
 readonly SKIPPED=77 # a step's status
+# The Python tests whose results depend on the instruction set. Damaged files, sizes in memory and the
+# stand-in for GPUs do not. Tests with SmolLM2 take most of the time, in torch; tiny models remain.
+readonly COMPUTING_TESTS=(tests/python/{checkpoint,engine,kv_cache,models}
+  -k 'not damaged and not truncated and not memory and not devices and not smollm2')
 export PATH="$VENV/bin:$PATH"
 # Color codes and the terminal's width must not change what a test sees.
 export NO_COLOR=1 COLUMNS=100
@@ -99,10 +103,29 @@ step_cuda() {
   count=$("$folder/gpu_ops_test" --count) && echo "$folder/gpu_ops_test: ${count##* } test cases"
 }
 
-step_pytest() {
+# run_pytest ARGUMENTS…: runs Python tests with what the step build has built.
+run_pytest() {
   cp "$BUILD_ROOT"/release/{_turbomind*.so,libkvx.so.1} lmdeploy/ &&
     TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest -rs --timeout 300 \
-      --numprocesses "$JOBS" --maxprocesses 4
+      --numprocesses "$JOBS" --maxprocesses 4 "$@"
+}
+
+# Runs the Python tests with the fastest instruction set of this machine.
+step_pytest() { run_pytest; }
+
+# Repeats the tests that compute with its other instruction sets. Scalar code would take too long;
+# the step ctest compares its bits with those of the others.
+step_pytest_isas() {
+  local isas isa failed=0
+  isas=$(cd "$BUILD_ROOT/release" && "$python" -c '
+import _turbomind
+print(*_turbomind.available_cpu_isas()[1:-1])') || return 1
+  [ -n "$isas" ] || { echo "this machine has no further instruction set"; return "$SKIPPED"; }
+  for isa in $isas; do
+    echo "instruction set: $isa"
+    LMDEPLOY_CPU_ISA="$isa" run_pytest "${COMPUTING_TESTS[@]}" || failed=1
+  done
+  return "$failed"
 }
 
 # tidy_one DEADLINE FILE: checks the file, or prints its name after the deadline (seconds since 1970).
@@ -172,7 +195,7 @@ from lmdeploy.kvx import include_folder, library
 assert library() and (include_folder() / "kvx/kvx_abi.h").is_relative_to(Path.cwd())')
 }
 
-readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest mutations cuda pytest clang_tidy asan tsan wheel)
+readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest mutations cuda pytest pytest_isas clang_tidy asan tsan wheel)
 steps=("$@")
 [ $# -gt 0 ] || steps=("${ALL_STEPS[@]}")
 for step in "${steps[@]}"; do
@@ -182,21 +205,24 @@ for step in "${steps[@]}"; do
   }
 done
 
-# count_tests VERDICT LOG: prints "PASSED FAILED SKIPPED" from the last line of pytest or ctest. Other
-# steps count as one test. A failed step has at least one failure.
+# Adds the numbers at the start of lines. Without lines, prints nothing.
+add_up() { awk '{ sum += $1 } END { if (NR) print sum }'; }
+
+# count_tests VERDICT LOG: prints "PASSED FAILED SKIPPED" from the last line of each pytest or of
+# ctest. Other steps count as one test. A failed step has at least one failure.
 count_tests() {
   local passed failed skipped
   [ "$1" = skipped ] && echo "0 0 1" && return
-  skipped=$(grep -E '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ skipped' | tail -n 1)
-  skipped=${skipped%% *} skipped=${skipped:-0}
-  passed=$(grep -oE '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ passed' | tail -n 1)
+  skipped=$(grep -E '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ skipped' | add_up)
+  skipped=${skipped:-0}
+  passed=$(grep -oE '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ passed' | add_up)
   failed=$(grep -oE '[0-9]+ (failed|error)' "$2" | tail -n 1)
   if grep -qE 'tests passed(, [0-9]+ tests failed)? out of' "$2"; then
     failed=$(grep -oE '[0-9]+ tests failed' "$2" | tail -n 1)
     failed=${failed:-0}
     passed=$(($(grep -oE 'out of [0-9]+' "$2" | tail -n 1 | grep -oE '[0-9]+') - ${failed%% *}))
   fi
-  passed=${passed%% *} failed=${failed%% *}
+  failed=${failed%% *}
   [ "$1" = ok ] && echo "${passed:-1} 0 $skipped" && return
   [ "${failed:-0}" -gt 0 ] || failed=1
   echo "${passed:-0} $failed $skipped"

@@ -18,7 +18,7 @@
 namespace turbomind::bench {
 
 // The formats of matrices, the values and bytes of a block in `data`, and where its FP16 scales
-// are.
+// are. In NVFP4, such a scale is a pair of E4M3 scales, 0 and 2^-4.
 struct NamedFormat {
   const char* name;
   MatrixFormat format;
@@ -34,6 +34,7 @@ inline const NamedFormat kFormats[] = {
     {"q4_k", MatrixFormat::kQ4_K, 256, 144, {0, 2}},
     {"q5_k", MatrixFormat::kQ5_K, 256, 176, {0, 2}},
     {"q6_k", MatrixFormat::kQ6_K, 256, 210, {208}},
+    {"nvfp4", MatrixFormat::kNvfp4, 64, 36, {0, 2}},
     {"mxfp4_split", MatrixFormat::kMxfp4Split, 32, 16, {}},
 };
 
@@ -44,8 +45,8 @@ inline const NamedFormat& FormatOf(const std::string& name) {
     }
   }
   throw std::invalid_argument("format is " + name +
-                              ". It must be bf16, q8_0, q4_0, q4_1, q4_k, q5_k, q6_k or "
-                              "mxfp4_split.");
+                              ". It must be bf16, q8_0, q4_0, q4_1, q4_k, q5_k, q6_k, "
+                              "nvfp4 or mxfp4_split.");
 }
 
 // A matrix of random codes with small constant scales. BF16 values lie between -1/8 and 1/8. A few

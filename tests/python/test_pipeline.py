@@ -308,9 +308,9 @@ def test_close_interrupted_can_be_repeated(monkeypatch):
 FORK = """
 import asyncio, os, signal, sys
 from {module} import {name} as make
-from lmdeploy import Pipeline
+from lmdeploy import GenerationConfig, Pipeline
 pipe = Pipeline({arguments})
-begun = pipe.stream_infer("a")
+begun = pipe.stream_infer("a", GenerationConfig(max_new_tokens=64, ignore_eos=True))
 next(begun)
 child = os.fork()
 if child == 0:
@@ -331,7 +331,9 @@ if child == 0:
     pipe.close()
     sys.exit(3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), child != os.getpid())
-print(sum(1 for _ in begun) > 0, os.getpid(), pipe("c").finish_reason)
+rest = sum(1 for _ in begun)
+answer = pipe("c", GenerationConfig(max_new_tokens=8, ignore_eos=True))
+print(rest > 0, os.getpid(), answer.finish_reason, answer.generate_token_len)
 """
 
 
@@ -355,8 +357,9 @@ def test_pipeline_forked_child_rejects_calls(names):
         },
     )
     *refused, healthy, child, last = done.stdout.decode().splitlines()
-    continued, process, reason = last.split()
-    assert (continued, reason, child, healthy) == ("True", "stop", "3 True", "False"), done.stderr
+    continued, process, *ending = last.split()
+    assert (continued, child, healthy) == ("True", "3 True", "False"), done.stderr
+    assert ending == ["length", "8"]
     expected = (
         f"EngineFailure The engine was created before a fork and works only in process {process}."
     )
@@ -374,9 +377,13 @@ def test_package_exports_pipeline_function():
 
 
 def test_pipeline_script_without_close_exits_cleanly():
-    script = "import lmdeploy; print(lmdeploy.pipeline('smollm2')('Hi').finish_reason)"
+    script = (
+        "from lmdeploy import GenerationConfig, pipeline\n"
+        "config = GenerationConfig(max_new_tokens=8, ignore_eos=True)\n"
+        "print(pipeline('smollm2')('Hi', config).finish_reason)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, b"stop\n")
+    assert (done.returncode, done.stdout) == (0, b"length\n")
     assert b"terminate" not in done.stderr
 
 

@@ -53,7 +53,6 @@ MAX_SERVED_KL = 2e-6
 MAX_KL_WITH_BF16_HEAD = 8e-6
 MAX_CONVERTED_KL = 3e-4
 TILE_ROWS = 16
-HAS_NVFP4 = _turbomind.make_cpu_device(1).capability.has_nvfp4
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,6 @@ def test_fp4_without_kernels_becomes_q8_0(name: str, folders: dict[str, Path]) -
     assert (error <= largest / 254 * (1 + 2**-9) + 2**-25).all()
 
 
-@pytest.mark.skipif(not HAS_NVFP4, reason="this instruction set has no kernels for NVFP4")
 def test_add_matrix_nvfp4_keeps_the_bits_of_the_file(folders: dict[str, Path]) -> None:
     tensor = as_stored(planned_up(folders["modelopt"]))
     stored, tiles = pack(tensor, exact=False)
@@ -282,7 +280,7 @@ def test_fp4_served_logits_differ_only_by_activations(
     with EngineRun(str(tmp_path / "m"), exact=False, kv_format="none") as run:
         kl = divergence(wanted, run.logits(prompt(80)))
     print(f"{tiny.name} {name}: KL {kl:.2e}")
-    is_kept = name == "mxfp4" or (HAS_NVFP4 and tiny is LLAMA)
+    is_kept = name == "mxfp4" or tiny is LLAMA
     assert kl <= (MAX_KL_WITH_BF16_HEAD if is_kept else MAX_CONVERTED_KL)
 
 
@@ -300,8 +298,7 @@ def test_gguf_fp4_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
     with EngineRun(str(path), exact=False, kv_format="none") as run:
         kl = divergence(wanted, run.logits(prompt(80)))
     print(f"GGUF {kind}: KL {kl:.2e}")
-    is_kept = kind == "MXFP4" or HAS_NVFP4
-    assert kl <= (MAX_SERVED_KL if is_kept else MAX_CONVERTED_KL)
+    assert kl <= MAX_SERVED_KL
 
 
 @pytest.mark.parametrize("kind", ["NVFP4", "MXFP4"])
@@ -327,7 +324,7 @@ def test_open_files_fp4_plan_has_the_bytes_of_the_file(name: str, folders: dict[
     if name == "mxfp4":
         assert info.parts["mlp"].formats == ("mxfp4",)
         assert info.mapped_bytes > 0
-    elif HAS_NVFP4:
+    else:
         assert info.parts["mlp"].formats == ("nvfp4",)
         numbers = 4 * 2 * 3  # the bytes of the factors of two layers
         stored = [
@@ -345,7 +342,7 @@ def test_for_device_keeps_nvfp4_of_whole_blocks_only(tmp_path: Path) -> None:
     capability = _turbomind.make_cpu_device(1).capability
     tensors = for_device(open_checkpoint(tmp_path / "m"), capability).tensors
     formats = {planned.name: engine_format(planned.tensor, exact=False) for planned in tensors}
-    assert formats["layers.0.up"] == ("nvfp4" if HAS_NVFP4 else "q8_0")
+    assert formats["layers.0.up"] == "nvfp4"
     assert formats["layers.0.down"] == "q8_0"
 
 

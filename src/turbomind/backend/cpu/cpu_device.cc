@@ -71,7 +71,7 @@ class CpuDevice final : public Device {
   DeviceCapability capability() const override {
     DeviceCapability capability;
     capability.has_k_quants = true;
-    capability.has_nvfp4 = dense_.has_nvfp4;
+    capability.has_nvfp4 = true;
     return capability;
   }
 
@@ -106,10 +106,6 @@ class CpuDevice final : public Device {
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     if (IsMxfp4(source.format) && !exact && !source.packed) {
       return std::make_unique<CpuMxfp4Matrix>(source, arena_, pool_);
-    }
-    if (source.format == MatrixFormat::kNvfp4 && !exact && !dense_.has_nvfp4) {
-      throw InvalidArgument("The instruction set " + isa_ +
-                            " has no kernels for NVFP4. Convert the matrix, or use exact.");
     }
     return std::make_unique<CpuPackedMatrix>(source, exact, arena_, pool_);
   }

@@ -59,7 +59,6 @@ struct MultiplyArgs {
 // replaces them by kernels that multiply weights and activations rounded to BF16 if a weight has
 // many rows in a step (isa/amx/bf16_linear.h), and by those of FillDenseKernels otherwise.
 struct CpuDenseKernels {
-  bool has_nvfp4 = false;  // the kernels compute NVFP4 as it is
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
   // Plans the panels of `all_rows` rows. More panels in a block than there are mean all of them.
   PanelPlan (*plan_panels)(MatrixFormat format, int64_t cols, int all_rows) = nullptr;

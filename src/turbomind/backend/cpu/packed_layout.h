@@ -69,7 +69,10 @@ inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes,
 inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // one row in a step of a panel
 inline constexpr int kMxTileBlockBytes = 320;  // 16 outputs, if a kernel transposes them
 inline constexpr int kMxZeroPoint = 12;        // the lookup table holds 2 * E2M1 + 12, 0 to 24
-inline constexpr int kPanelRows = 12;          // 12 sums and 12 accumulators fit in 32 registers
+// The values of the codes of MXFP4 and NVFP4 times 2.
+inline constexpr int8_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                            0, -1, -2, -3, -4, -6, -8, -12};
+inline constexpr int kPanelRows = 12;  // 12 sums and 12 accumulators fit in 32 registers
 
 // Returns whether the activations are quantized in blocks of 32 columns.
 TM_HD constexpr bool HasQuantPanels(MatrixFormat format) {
@@ -150,6 +153,11 @@ TM_HD constexpr int64_t MxRowBytes(MatrixFormat format, int64_t cols) {
   return cols / kQuantBlock * (format == MatrixFormat::kMxfp4 ? 17 : 16);
 }
 
+// Bytes of a tile before its first step.
+TM_HD constexpr int TileHeaderBytes(MatrixFormat format) {
+  return format == MatrixFormat::kNvfp4 ? kNvHeaderBytes : 0;
+}
+
 TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   if (IsMxfp4(format)) {
     return kTileRows * MxRowBytes(format, cols);
@@ -157,8 +165,7 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   if (IsKQuant(format)) {
     return cols / kSuperBlock * TileSuperBlockBytes(format);
   }
-  const int header = format == MatrixFormat::kNvfp4 ? kNvHeaderBytes : 0;
-  return header + NumSteps(format, cols) * TileStepBytes(format);
+  return TileHeaderBytes(format) + NumSteps(format, cols) * TileStepBytes(format);
 }
 
 // Bytes of a whole matrix in tiles; 0 for MXFP4, which is not repacked.

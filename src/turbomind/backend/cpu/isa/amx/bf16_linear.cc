@@ -306,8 +306,9 @@ void MultiplyBf16(const MultiplyArgs& args) {
       return MultiplyFormat<MatrixFormat::kMxfp4>(args);
     case MatrixFormat::kMxfp4Split:
       return MultiplyFormat<MatrixFormat::kMxfp4Split>(args);
-    case MatrixFormat::kF32:
     case MatrixFormat::kNvfp4:
+      return MultiplyFormat<MatrixFormat::kNvfp4>(args);
+    case MatrixFormat::kF32:
       return Multiply(args);
   }
 }

@@ -2,8 +2,8 @@
 
 // Linear layers of many rows on AMX tiles in BF16; see dense_kernels.h for the arguments. Weights
 // are rounded to BF16 with their scales and minima inside, activations are rounded to BF16, and the
-// sums over all columns are FP32 numbers that stay in a tile. Not for F32 weights, NVFP4 and fewer
-// than kMinBf16Rows rows: the functions then call those of linear.h.
+// sums over all columns are FP32 numbers that stay in a tile. Not for F32 weights and fewer than
+// kMinBf16Rows rows: the functions then call those of linear.h.
 //
 // 1. A row of y depends on the row of x alone. It has the same bits at every place in every batch
 //    of at least kMinBf16Rows rows, and with every split of the work.
@@ -28,7 +28,7 @@ inline constexpr int kBf16TileBytes = 1024;                // 16 rows of a regis
 inline constexpr int kBf16PanelStep = 2 * kBf16TileBytes;  // bytes of a step of a panel
 
 constexpr bool OnBf16Tiles(MatrixFormat format, int all_rows) {
-  return format != MatrixFormat::kF32 && format != MatrixFormat::kNvfp4 && all_rows >= kMinBf16Rows;
+  return format != MatrixFormat::kF32 && all_rows >= kMinBf16Rows;
 }
 
 constexpr int64_t Bf16Steps(int64_t cols) { return (cols + kBf16StepCols - 1) / kBf16StepCols; }

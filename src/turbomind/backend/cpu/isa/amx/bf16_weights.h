@@ -18,12 +18,13 @@
 #include "turbomind/backend/cpu/isa/amx/bf16_linear.h"
 #include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
+#include "turbomind/backend/cpu/isa/linear/nvfp4_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4_tiles_avx512.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind::TM_ISA {
 
-// The values of codes of 4 or 5 bits.
+// The values of codes of 4 or 5 bits. Those of NVFP4 are doubled.
 template <int kCount>
 struct CodeValues {
   alignas(64) float of[kCount];
@@ -33,8 +34,12 @@ constexpr CodeValues<16> MakeNibbleValues(MatrixFormat format) {
   constexpr float kE2m1[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
   CodeValues<16> values = {};
   for (int i = 0; i < 16; ++i) {
-    values.of[i] = IsMxfp4(format) ? (i < 8 ? kE2m1[i] : -kE2m1[i - 8])
-                                   : static_cast<float>(i - ZeroPoint(format));
+    if (IsMxfp4(format)) {
+      values.of[i] = i < 8 ? kE2m1[i] : -kE2m1[i - 8];
+    } else {
+      values.of[i] = static_cast<float>(format == MatrixFormat::kNvfp4 ? kDoubledE2m1[i]
+                                                                       : i - ZeroPoint(format));
+    }
   }
   return values;
 }
@@ -94,11 +99,13 @@ constexpr int NibbleRow(int group, int nibble) {
                                         : 2 * group + nibble % 2 * 8 + nibble / 2;
 }
 
-// Unpacks uint8[4][16][4], two codes in a byte.
+// Unpacks uint8[4][16][4], two codes in a byte, of which the low one has the factors `low`.
 template <MatrixFormat F>
-TM_HD void UnpackNibbles(const uint8_t* codes, const CodeFactors& factors, uint8_t* to) {
+TM_HD void UnpackNibbles(const uint8_t* codes, const CodeFactors& low, const CodeFactors& high,
+                         uint8_t* to) {
   const __m512 values = _mm512_load_ps(kNibbleValues<F>.of);
-  const auto value = [&](__m512i v, int half) __attribute__((always_inline)) {
+  const auto value = [&](__m512i v, int half, const CodeFactors& factors)
+      __attribute__((always_inline)) {
     const __m512 code = _mm512_permutexvar_ps(v, values);  // the lowest 4 bits select
     return HasMinimum(F) ? _mm512_fmadd_ps(code, factors.scale[half], factors.offset[half])
                          : _mm512_mul_ps(code, factors.scale[half]);
@@ -109,11 +116,17 @@ TM_HD void UnpackNibbles(const uint8_t* codes, const CodeFactors& factors, uint8
     __m512i second = LoadWords(codes + 64 * g + 32);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) {
-      StoreRow(value(first, 0), value(second, 1), to + 64 * NibbleRow<F>(g, n));
+      const CodeFactors& factors = n % 2 == 0 ? low : high;
+      StoreRow(value(first, 0, factors), value(second, 1, factors), to + 64 * NibbleRow<F>(g, n));
       first = _mm512_srli_epi32(first, 4);
       second = _mm512_srli_epi32(second, 4);
     }
   }
+}
+
+template <MatrixFormat F>
+TM_HD void UnpackNibbles(const uint8_t* codes, const CodeFactors& factors, uint8_t* to) {
+  UnpackNibbles<F>(codes, factors, factors, to);
 }
 
 // Converts the first or the second byte of each lane, which holds a word.
@@ -207,11 +220,23 @@ TM_HD void UnpackKStep(const uint8_t* tile, int64_t step, uint8_t* to) {
   }
 }
 
+// Unpacks step `step` of a tile of NVFP4. The scales and the factor of a tile are those of doubled
+// codes, which changes no bit of a product.
+TM_HD void UnpackNvStep(const uint8_t* tile, int64_t step, uint8_t* to) {
+  constexpr MatrixFormat kFormat = MatrixFormat::kNvfp4;
+  const uint8_t* at = tile + kNvHeaderBytes + step * TileStepBytes(kFormat);
+  const __m512 factor = _mm512_loadu_ps(tile);
+  UnpackNibbles<kFormat>(at + kNvCodesAt, FactorsOf(_mm512_mul_ps(LoadNvScale(at), factor)),
+                         FactorsOf(_mm512_mul_ps(LoadNvScale(at + kTileRows), factor)), to);
+}
+
 // Unpacks step `step` of a tile. Not for BF16 and MXFP4.
 template <MatrixFormat F>
 TM_HD void UnpackStep(const uint8_t* tile, int64_t step, uint8_t* to) {
   if constexpr (IsKQuant(F)) {
     return UnpackKStep<F>(tile, step, to);
+  } else if constexpr (F == MatrixFormat::kNvfp4) {
+    return UnpackNvStep(tile, step, to);
   } else {
     const uint8_t* at = tile + step * TileStepBytes(F);
     const uint8_t* codes = at + TileMetaBytes(F);

@@ -6,8 +6,8 @@
 // tile of FP32 sums then takes both halves, because |Σ| < 2^24. Codes of 5 and 8 bits exceed that
 // bound, so they are multiplied as bytes, with one tile of sums for each half. The sums of 16
 // columns of kQ6_K are below it, but each half of the columns has a scale and a tile of sums of its
-// own; its high and low activations are side by side, times the same codes twice. Codes are widened
-// once for all panels.
+// own; its high and low activations are side by side, times the same codes twice. The same holds
+// for NVFP4. Codes are widened once for all panels.
 //
 // Activations of 8 bits take one tile of activations instead of two, and one tile of sums.
 //
@@ -25,6 +25,7 @@
 #include "turbomind/backend/cpu/isa/amx/write_row.h"
 #include "turbomind/backend/cpu/isa/linear/k_quants_avx512.h"
 #include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
+#include "turbomind/backend/cpu/isa/linear/nvfp4_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4_tiles_avx512.h"
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -54,10 +55,9 @@ struct Kernel {
   MatrixFormat format;
   bool int8 = false;
 
-  // Returns whether the halves of the activations, or those of the columns of kQ6_K, have sums of
-  // their own.
+  // Returns whether the halves of the activations, or those of the columns, have sums of their own.
   constexpr bool has_two_sums() const {
-    return (InBytes(format) || format == MatrixFormat::kQ6_K) && !int8;
+    return (InBytes(format) || HasHalfScales(format)) && !int8;
   }
   constexpr int64_t panel_step() const { return TilePanelStep(format, int8); }
 };
@@ -83,7 +83,7 @@ TM_HD const uint8_t* MetaAt(const uint8_t* tile, int64_t block) {
   if constexpr (IsKQuant(F)) {
     return tile + block / kKSteps * TileSuperBlockBytes(F);
   } else {
-    return tile + block * (IsMxfp4(F) ? kMxTileBlockBytes : TileStepBytes(F)) +
+    return tile + TileHeaderBytes(F) + block * (IsMxfp4(F) ? kMxTileBlockBytes : TileStepBytes(F)) +
            (IsMxfp4(F) ? kMxTileCodes : 0);
   }
 }
@@ -109,8 +109,8 @@ struct PairRun {
   OutputRun out;
 };
 
-// Sums of one block: FP32 (kQ6_K: of both halves of the columns), or int32 of the high halves
-// followed by those of the low ones.
+// Sums of one block: FP32 (if HasHalfScales, of both halves of the columns), or int32 of the high
+// halves followed by those of the low ones.
 struct BlockSums {
   alignas(64) int32_t of[kPair][2][kPanelRows * kTileRows];
 };
@@ -135,7 +135,7 @@ TM_HD void SumBlock(const PairRun& run, int64_t block) {
   constexpr int64_t kStride = K.int8 ? TileRowBytes(F) : kQuantRowBytes;
   LoadTile<kHighTile>(x, kStride);
   LoadTile<kCodeTiles>(codes0, 64);
-  if constexpr (F == MatrixFormat::kQ6_K) {
+  if constexpr (HasHalfScales(F)) {
     constexpr int kHalf = CodeBytes(F) / 2;
     ZeroTile<0>();
     DotBf16<0, kHighTile, kCodeTiles>();
@@ -209,6 +209,8 @@ TM_HD KScales LoadScales(const uint8_t* tile, int64_t block) {
   const uint8_t* meta = MetaAt<F>(tile, block);
   if constexpr (IsKQuant(F)) {
     return LoadKScales<F>(meta, static_cast<int>(block % kKSteps));
+  } else if constexpr (F == MatrixFormat::kNvfp4) {
+    return {LoadNvScale(meta), LoadNvScale(meta + kTileRows)};
   } else if constexpr (IsMxfp4(F)) {
     const __m512 d = _mm512_loadu_ps(meta);
     return {d, d};
@@ -226,7 +228,7 @@ TM_HD __m512 AddRow(const BlockSums& sums, int tile, int r, const KScales& own,
   const __m512 sum = ReadSum<K>(sums, tile, r);
   if constexpr (IsMxfp4(F)) {
     return _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), own.scale, acc);
-  } else if constexpr (F == MatrixFormat::kQ6_K) {
+  } else if constexpr (HasHalfScales(F)) {
     const auto* second = reinterpret_cast<const float*>(sums.of[tile][1] + r * kTileRows);
     const __m512 first = _mm512_mul_ps(sum, own.scale);
     return _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_load_ps(second), own.second, first), scale, acc);
@@ -342,7 +344,10 @@ void MultiplyPair(const PairRun& run) {
   const int64_t lacking = kPhases == 1 ? 0 : -run.blocks & (kPhases - 1);
   for (int r = 0; r < run.rows; ++r) {
     for (int t = 0; t < kPair; ++t) {
-      if constexpr (kPhases == 1) {
+      if constexpr (F == MatrixFormat::kNvfp4) {
+        const __m512 factor = _mm512_loadu_ps(run.tile[t]);
+        WriteRow(run.out, r, t, _mm512_mul_ps(sums[0][t][r], factor));
+      } else if constexpr (kPhases == 1) {
         WriteRow(run.out, r, t, sums[0][t][r]);
       } else {
         for (int64_t phase = kPhases - lacking; phase < kPhases; ++phase) {
@@ -486,9 +491,10 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<Kernel{MatrixFormat::kQ5_K}>(args);
     case MatrixFormat::kQ6_K:
       return MultiplyFormat<Kernel{MatrixFormat::kQ6_K}>(args);
+    case MatrixFormat::kNvfp4:
+      return MultiplyFormat<Kernel{MatrixFormat::kNvfp4}>(args);
     case MatrixFormat::kF32:
     case MatrixFormat::kBF16:
-    case MatrixFormat::kNvfp4:
       return avx512::Multiply(args);
   }
 }

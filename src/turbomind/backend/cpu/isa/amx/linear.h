@@ -7,7 +7,7 @@
 // step of 32 columns, R = kPanelRows:
 //   kQ8_0, kQ5_K  int8[R][2][32] (high halves of a row, then low ones)
 //   4-bit codes   bf16[2][R][32]: 256 * high, then low, in the order of pack_panel.cc
-//   kQ6_K         bf16[2][R][2][16]: for each half of the columns 256 * high, then low of a row
+//   kQ6_K, kNvfp4 bf16[2][R][2][16]: for each half of the columns 256 * high, then low of a row
 //   then float d[16] and, for formats with minima, float d*sum[16].
 // Activations of 8 bits are int8[R][32] or bf16[R][32] instead.
 

@@ -135,7 +135,7 @@ TM_HD void StoreCodes(const Codes& codes, MatrixFormat format, int row, uint8_t*
   uint8_t* to = step + row * kQuantRowBytes;
   if constexpr (kInt8) {
     StoreBf16(codes.high[0], codes.high[1], to);
-  } else if (format == MatrixFormat::kQ6_K) {
+  } else if (HasHalfScales(format)) {
     StoreHalf(codes.high[0], codes.low[0], to);
     StoreHalf(codes.high[1], codes.low[1], to + kPanelRows * kQuantRowBytes);
   } else {

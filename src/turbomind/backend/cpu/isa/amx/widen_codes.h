@@ -13,9 +13,9 @@
 namespace turbomind::TM_ISA {
 
 // Bytes of the widened codes of a tile's block: int8[8][16 outputs][4 columns] or bf16[16][16
-// outputs][2]. kQ6_K has bf16[8][16 outputs][2] for each half of the columns, twice.
+// outputs][2]. kQ6_K and kNvfp4 have bf16[8][16 outputs][2] for each half of the columns, twice.
 constexpr int CodeBytes(MatrixFormat format) {
-  return kTileRows * kQuantBlock * (InBytes(format) ? 1 : format == MatrixFormat::kQ6_K ? 4 : 2);
+  return kTileRows * kQuantBlock * (InBytes(format) ? 1 : HasHalfScales(format) ? 4 : 2);
 }
 
 // The values of codes as BF16, stored twice for codes of 4 bits. A permutation of 32 words uses
@@ -27,11 +27,11 @@ struct CodeWords {
 
 template <int kCount>
 constexpr CodeWords<kCount> MakeCodeWords(MatrixFormat format) {
-  constexpr int kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
   CodeWords<kCount> words = {};
   for (int i = 0; i < kCount; ++i) {
     const int code = format == MatrixFormat::kQ6_K ? i : i % 16;
-    const int value = IsMxfp4(format) ? kDoubledE2m1[code] : code - ZeroPoint(format);
+    const bool is_e2m1 = IsMxfp4(format) || format == MatrixFormat::kNvfp4;
+    const int value = is_e2m1 ? kDoubledE2m1[code] : code - ZeroPoint(format);
     int magnitude = value < 0 ? -value : value;
     int exponent = 127 + 7;  // for an 8-bit significand whose first bit is set
     while (magnitude != 0 && magnitude < 128) {
@@ -66,13 +66,37 @@ TM_HD void WidenNibbles(const uint8_t* codes, const uint16_t* values, uint8_t* t
   }
 }
 
+// Stores two lines of group `group` of a half of the columns. The lines of a half appear twice, 8
+// lines apart.
+TM_HD void StoreHalfLines(__m512i even, __m512i odd, int half, int group, uint8_t* to) {
+  uint8_t* at = to + 1024 * half + 128 * group;
+  _mm512_store_si512(at, even);
+  _mm512_store_si512(at + 64, odd);
+  _mm512_store_si512(at + 512, even);
+  _mm512_store_si512(at + 576, odd);
+}
+
+TM_HD void WidenNvCodes(const uint8_t* codes, uint8_t* to) {
+  const __m512i words = _mm512_load_si512(kCodeWords<MatrixFormat::kNvfp4>.of);
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+    const __m512i v = _mm512_loadu_si512(codes + 64 * g);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512i own = _mm512_srli_epi16(v, 4 * half);
+      StoreHalfLines(_mm512_permutexvar_epi16(own, words),
+                     _mm512_permutexvar_epi16(_mm512_srli_epi16(own, 8), words), half, g, to);
+    }
+  }
+}
+
 template <int kHalf, int kGroup>
 TM_HD void WidenFiveBits(const uint8_t* codes, uint8_t* to) {
   const __m512i v = LoadWideCodes<MatrixFormat::kQ5_K, kHalf, kGroup>(codes);
   _mm512_store_si512(to + 64 * (4 * kHalf + kGroup), _mm512_and_si512(v, _mm512_set1_epi8(0x1f)));
 }
 
-// Widens 4 columns. The lines of a half appear twice, 8 lines apart.
+// Widens 4 columns.
 template <int kHalf, int kGroup>
 TM_HD void WidenSixBits(const uint8_t* codes, uint8_t* to) {
   const uint16_t* values = kCodeWords<MatrixFormat::kQ6_K>.of;
@@ -81,11 +105,7 @@ TM_HD void WidenSixBits(const uint8_t* codes, uint8_t* to) {
   const __m512i v = LoadWideCodes<MatrixFormat::kQ6_K, kHalf, kGroup>(codes);
   const __m512i even = _mm512_permutex2var_epi16(low, v, high);
   const __m512i odd = _mm512_permutex2var_epi16(low, _mm512_srli_epi16(v, 8), high);
-  uint8_t* at = to + CodeBytes(MatrixFormat::kQ6_K) / 2 * kHalf + 128 * kGroup;
-  _mm512_store_si512(at, even);
-  _mm512_store_si512(at + 64, odd);
-  _mm512_store_si512(at + 512, even);
-  _mm512_store_si512(at + 576, odd);
+  StoreHalfLines(even, odd, kHalf, kGroup, to);
 }
 
 // Widens the codes of one block of a tile.
@@ -115,6 +135,8 @@ TM_HD void WidenBlock(const uint8_t* codes, uint8_t* to) {
     };
     half.template operator()<0>();
     half.template operator()<1>();
+  } else if constexpr (F == MatrixFormat::kNvfp4) {
+    WidenNvCodes(codes, to);
   } else {
     WidenNibbles(codes, kCodeWords<F>.of, to);
   }

@@ -211,7 +211,6 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
 }
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
-  kernels.has_nvfp4 = ComputesNvfp4();
   kernels.pack_panel = PackPanel;
   kernels.plan_panels = PlanPanels;
   kernels.multiply = Multiply;

@@ -97,7 +97,7 @@ template <MatrixFormat F>
 struct TileKernel {
   static constexpr MatrixFormat kFormat = F;
   template <int R>
-  static constexpr int kTiles = F == MatrixFormat::kNvfp4 ? 1 : kTilesAtOnce<R>;
+  static constexpr int kTiles = F == MatrixFormat::kNvfp4 ? kNvTilesAtOnce<R> : kTilesAtOnce<R>;
 
   static constexpr int64_t PanelBytes(int64_t cols) {
     return turbomind::PanelBytes(F, cols, kPanelRows);
@@ -108,7 +108,7 @@ struct TileKernel {
     if constexpr (IsKQuant(F)) {
       MultiplyKTiles<F, R, T>(run);
     } else if constexpr (F == MatrixFormat::kNvfp4) {
-      MultiplyNvTile<R>(run);
+      MultiplyNvTiles<R, T>(run);
     } else {
       MultiplyTiles<F, R, T>(run);
     }
@@ -121,8 +121,6 @@ void MultiplyFormat(const MultiplyArgs& a) {
 }
 
 }  // namespace
-
-bool ComputesNvfp4() { return kComputesNvfp4; }
 
 void PackPanel(const PackPanelArgs& args) {
   switch (args.format) {

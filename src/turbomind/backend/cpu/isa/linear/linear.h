@@ -70,7 +70,6 @@ constexpr int64_t RowBlockBytes(MatrixFormat format) {
   return IsMxfp4(format) ? 640 << 10 : 256 << 10;
 }
 
-bool ComputesNvfp4();
 void PackPanel(const PackPanelArgs& args);
 PanelPlan PlanPanels(MatrixFormat format, int64_t cols, int all_rows);
 void PackMxfp4Panel(const PackPanelArgs& args);

@@ -149,12 +149,11 @@ TM_HD void StoreTiles(const TileRun& run, const __m512 (&acc)[T][R]) {
   }
 }
 
-// Multiplies T tiles. add_step(tile step, panel step, acc) adds one step of a tile; a step of the
-// panel takes kPanelStep bytes.
+// Sums T tiles. add_step(tile step, panel step, acc) adds one step of a tile; a step of the panel
+// takes kPanelStep bytes.
 template <MatrixFormat F, int R, int T, int kPanelStep, class AddFn>
-TM_HD void MultiplyTilesWith(const TileRun& run, const AddFn& add_step) {
+TM_HD void SumTilesWith(const TileRun& run, const AddFn& add_step, __m512 (&acc)[T][R]) {
   constexpr int kStep = TileStepBytes(F);
-  __m512 acc[T][R];
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 12
@@ -175,6 +174,13 @@ TM_HD void MultiplyTilesWith(const TileRun& run, const AddFn& add_step) {
       add_step(run.tile + t * run.tile_bytes + s * kStep, run.panel + s * kPanelStep, acc[t]);
     }
   }
+}
+
+// Multiplies T tiles; see SumTilesWith.
+template <MatrixFormat F, int R, int T, int kPanelStep, class AddFn>
+TM_HD void MultiplyTilesWith(const TileRun& run, const AddFn& add_step) {
+  __m512 acc[T][R];
+  SumTilesWith<F, R, T, kPanelStep>(run, add_step, acc);
   StoreTiles<F, R, T>(run, acc);
 }
 

@@ -19,7 +19,8 @@
 
 namespace turbomind::TM_ISA {
 
-inline constexpr bool kComputesNvfp4 = true;
+template <int R>
+inline constexpr int kNvTilesAtOnce = 1;
 
 // Looks up nibbles: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, times 2, plus 12.
 TM_HD __m256i LookUpNv(__m256i nibbles) {
@@ -161,8 +162,9 @@ inline void MultiplyNvRow(const TileRun& run) {
   StoreNvHalf(run, 0, 1, acc[1]);
 }
 
-template <int R>
-void MultiplyNvTile(const TileRun& run) {
+template <int R, int T>
+void MultiplyNvTiles(const TileRun& run) {
+  static_assert(T == 1);
   if constexpr (R == 1) {
     MultiplyNvRow(run);
   } else {

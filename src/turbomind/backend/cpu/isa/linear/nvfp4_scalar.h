@@ -16,7 +16,8 @@
 
 namespace turbomind::TM_ISA {
 
-inline constexpr bool kComputesNvfp4 = true;
+template <int R>
+inline constexpr int kNvTilesAtOnce = 1;
 
 // Returns Σ 2 * E2M1(code) * activation over 16 columns, which have the nibbles of one half. `w` is
 // the first byte of a lane in a step.
@@ -46,8 +47,9 @@ TM_HD float AddNvStep(const uint8_t* w, int64_t output, const uint8_t* a, int r,
   return __builtin_fmaf(both, d, acc);
 }
 
-template <int R>
-void MultiplyNvTile(const TileRun& run) {
+template <int R, int T>
+void MultiplyNvTiles(const TileRun& run) {
+  static_assert(T == 1);
   constexpr MatrixFormat kFormat = MatrixFormat::kNvfp4;
   const int64_t outputs = run.num_outputs < kTileRows ? run.num_outputs : kTileRows;
   for (int64_t output = 0; output < outputs; ++output) {
