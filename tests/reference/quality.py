@@ -1,4 +1,4 @@
-"""The values that attention reads from a cache with rotation, mean, offsets, scale search and window.
+"""The values that attention reads from a cache with rotation, mean, offsets, search and window.
 
 All values are in the basis of K after RoPE: decoded rows are rotated back and get their mean again,
 so queries and learned sinks stay unchanged. The engine rotates Q and shifts the sinks instead. In
@@ -71,8 +71,8 @@ def window16_mask(
 ) -> Mask:
     """Return [queries, keys]: True where a query reads a position 0 .. keys-1 in the window.
 
-    A query in block j reads the sink blocks and blocks j - r .. j in the window. The sinks and r are
-    `sink_tokens` and `recent_tokens` in blocks, rounded up.
+    A query in block j reads the sink blocks and blocks j - r .. j in the window. The sinks and r
+    are `sink_tokens` and `recent_tokens` in blocks, rounded up.
     """
     position = np.asarray(queries)[:, None]
     key = np.arange(keys)[None, :]

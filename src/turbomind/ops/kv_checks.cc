@@ -45,6 +45,8 @@ void CheckWindow16Layer(const KvLayerView& kv, const KvLayerView& window16) {
   CheckLayer(window16);
   Check(IsWindowFormat(window16.format[0]) && window16.format[1] == window16.format[0],
         "the window must be in 16 bits or in int8");
+  Check(kv.format[0] != KvCacheMode::kNone || window16.format[0] == KvCacheMode::kNone,
+        "the window of 16-bit keys must be in 16 bits");
   Check(window16.kv_heads == kv.kv_heads && window16.head_dim == kv.head_dim &&
             window16.dtype == kv.dtype && window16.block_seq_len == kv.block_seq_len,
         "the 16-bit pool must have the layer's shape");

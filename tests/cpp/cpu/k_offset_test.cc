@@ -51,12 +51,13 @@ void CheckOffsets(const Case& c, const std::string& isa) {
 }
 
 TEST_CASE("prefill and decode add K offsets with the same bits, close to double precision") {
-  testing::SanitizedSample sample(7);
+  constexpr int kStride = 7;  // coprime to the loops, so that every value of each is reached
+  int i = 0;
   for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {64, 80, 128}) {
       for (int block : {16, 64, 128}) {
         for (KvCacheMode window_format : {KvCacheMode::kNone, KvCacheMode::kInt8}) {
-          if (sample.Next()) {
+          if (i++ % kStride == 0) {
             CheckOffsets(OffsetCase(pair, dim, block, window_format), BestIsa());
           }
         }
@@ -142,11 +143,13 @@ std::vector<float> InWindow(Layer& layer, Sequence& sequence, int head, int toke
   return row;
 }
 
-// Returns the offset that the window subtracts from every key, which is rotated kBias.
+// Returns the offset that the window subtracts from every key, which is the rotated bias.
 std::vector<float> BaseOf(const KvLayerView& window16) {
   std::vector<float> base(static_cast<size_t>(window16.head_dim), 0.f);
   if (window16.HasKOffset()) {
-    std::fill(base.begin(), base.end(), kBias);
+    for (size_t d = 0; d < base.size(); ++d) {
+      base[d] = BiasOf(static_cast<int>(d));
+    }
     FastestCpuRowKernels().rotate_row(base.data(), window16.head_dim);
     std::vector<uint8_t> payload(base.size());
     std::vector<uint8_t> meta(8);
@@ -223,6 +226,9 @@ TEST_CASE("a block that leaves the window stores the mean of its keys and what r
 
 TEST_CASE("with K offsets, every chunk size returns the same outputs bit for bit") {
   for (KvCacheMode format : kAllKvCacheModes) {
+    if (format == KvCacheMode::kNone) {
+      continue;  // has no offsets
+    }
     for (int block : {16, 64, 128}) {
       for (bool windowed : {false, true}) {
         const CacheShape shape = Shape(format, 64, block, 420);
@@ -251,7 +257,7 @@ double ErrorWithBias(KvCacheMode format, const Ingredients& with) {
   for (int token = 0; token < shape.context; ++token) {
     for (int head = kQHeads; head < kQHeads + kHeads; ++head) {
       for (int d = 0; d < shape.head_dim; ++d) {
-        sequence.Row(token, head)[d] += kBias;
+        sequence.Row(token, head)[d] += BiasOf(d);
       }
     }
   }

@@ -65,10 +65,10 @@ struct Ingredients {
   PrecisionWindowTokens window16;
   KvCacheMode window_format = KvCacheMode::kNone;
   bool k_offset = false;
-  bool k_bias = false;  // the written pool has K offsets, from a bias of kBias in every channel
+  bool k_bias = false;  // the written pool has K offsets, from a bias of BiasOf(channel)
 };
 
-inline constexpr float kBias = 20.f;
+inline float BiasOf(int channel) { return channel % 3 == 0 ? 20.f : -10.f; }
 
 // The empty quantized pool and 16-bit pool of one layer, and the ops of one step over them.
 class Layer {
@@ -79,7 +79,10 @@ class Layer {
         device_(MakeCpuDevice(2, isa)),
         quantized_(QuantizedShape(shape, with), 0xff),
         window16_(Window16Shape(shape, with), 0xff),
-        k_base_(static_cast<size_t>(kHeads) * shape.head_dim, kBias) {
+        k_base_(static_cast<size_t>(kHeads) * shape.head_dim) {
+    for (size_t i = 0; i < k_base_.size(); ++i) {
+      k_base_[i] = BiasOf(static_cast<int>(i) % shape.head_dim);
+    }
     std::fill(quantized_.data().begin(), quantized_.data().end(), std::byte{0xff});
     std::fill(quantized_.scales().begin(), quantized_.scales().end(), std::byte{0xff});
     std::fill(window16_.data().begin(), window16_.data().end(), std::byte{0xff});

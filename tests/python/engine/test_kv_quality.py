@@ -53,6 +53,8 @@ WITHOUT_EFFECT = [
     {"kv_calibration": "/nonexistent"},
     {"kv_rotation": True},
     {"kv_scale_search": True},
+    {"kv_k_offset": "block"},
+    {"kv_window": "int8"},
     {"kv_sink_tokens": 64},
     {"kv_recent_tokens": 0},
     {"kv_recent_tokens": 64},
@@ -100,17 +102,53 @@ def test_resolve_kv_options_each_option_overrides_one_setting(given, expected):
     assert facts(resolve(quant_policy="nvfp4", **given)) == expected
 
 
+RAW_WINDOW = {"kv_quality": "raw", "kv_recent_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("given", "k_bias", "expected"),
+    [
+        ({"quant_policy": 16}, False, (True, "int8")),
+        ({"quant_policy": 4}, True, (True, "int8")),
+        ({"quant_policy": 8}, False, (False, "16bit")),
+        ({"quant_policy": 8}, True, (True, "16bit")),
+        ({"quant_policy": 8, "kv_k_offset": "none"}, True, (False, "16bit")),
+        ({"quant_policy": 8, "kv_quality": "balanced"}, False, (True, "16bit")),
+        ({"quant_policy": 16, "kv_quality": "raw"}, False, (False, "16bit")),
+        (
+            {"quant_policy": 16, "kv_quality": "raw", "kv_k_offset": "block"},
+            False,
+            (False, "16bit"),
+        ),
+        ({"quant_policy": 16, **RAW_WINDOW}, False, (False, "16bit")),
+        ({"quant_policy": 16, **RAW_WINDOW, "kv_k_offset": "block"}, False, (True, "16bit")),
+        ({"quant_policy": 16, **RAW_WINDOW, "kv_window": "int8"}, False, (False, "int8")),
+        ({"quant_policy": 16, "kv_window": "16bit"}, False, (True, "16bit")),
+        ({"quant_policy": 16, "kv_recent_tokens": -1}, False, (False, "16bit")),
+        ({"quant_policy": 16, "kv_recent_tokens": -1}, True, (True, "16bit")),
+    ],
+)
+def test_resolve_kv_options_offset_and_window_follow_preset_and_bias(given, k_bias, expected):
+    options = resolve_kv_options(TurbomindEngineConfig(**given), FULL, k_bias=k_bias)
+    assert (options.k_offset, options.window) == expected
+
+
 def test_kv_options_text_and_labels_describe_them():
     assert resolve(quant_policy=8).quality_text == "raw"
     text = resolve(quant_policy=4).quality_text
-    assert text == "balanced (K rotation, first 64 and newest 64+ tokens in 16 bit)"
+    window = "first 64 and newest 64+ tokens in int8"
+    assert text == f"balanced (K rotation, K offset per block, {window})"
+    options = resolve(quant_policy=16, kv_window="16bit", kv_k_offset="none")
+    assert options.quality_text.endswith("scale search, first 64 and newest 64+ tokens in 16 bit)")
     options = resolve(quant_policy=16, kv_quality="best", kv_calibration="/a/b.safetensors")
-    assert options.quality_text.endswith("in 16 bit, calibration b.safetensors)")
+    assert options.quality_text.endswith("in int8, calibration b.safetensors)")
     assert options.labels() == {
         "mode": "nvfp4",
         "quality": "best",
         "rotation": "true",
         "scale_search": "true",
+        "k_offset": "block",
+        "window": "int8",
         "sink_tokens": "64",
         "recent_tokens": "64",
         "calibration": "b.safetensors",
@@ -138,6 +176,8 @@ def test_kv_options_text_and_labels_describe_them():
         ({"kv_calibration": 3, "kv_quality": "best", **INT4}, r"kv_calibration is 3"),
         ({"kv_rotation": 1}, r"kv_rotation is 1. It must be True or False \(--kv-rotation"),
         ({"kv_scale_search": "on"}, "--kv-scale-search"),
+        ({"kv_k_offset": "head"}, "kv_k_offset is 'head'. It must be one of .*--kv-k-offset"),
+        ({"kv_window": 8}, "kv_window is 8. It must be one of .*--kv-window"),
         (
             {"kv_sink_tokens": 4},
             r"kv_sink_tokens is 4. It must be a multiple of 64 .*--kv-sink-tok",
