@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ WriteKv and QuantizeBlocks on a GPU. A run of 8, 16 or 32 lanes keeps one row (one head of
+// ⑥ WriteKv on a GPU. A run of 8, 16 or 32 lanes keeps one row (one head of
 // one token) in registers from the first load to the stored codes. Sums are in the same order as on
 // the CPU.
 
@@ -406,46 +406,6 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
     AddClipped(values, to.format, to.global_scale, op.num_clipped);
   }
   WriteRow<kRowLanes, T>(to, row.at, values, op.search_scales);
-}
-
-struct QuantizeLaunch {
-  QuantizeBlocksParams op;
-  int side_blocks = 0;  // for K, followed by as many for V
-};
-
-template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLaunch p) {
-  const KvLayerView& kv = p.op.kv;
-  const KvLayerView& window16 = p.op.window16;
-  const bool is_k = BlockIndexX() < p.side_blocks;
-  const KvSide side = is_k ? KvSide::kK : KvSide::kV;
-  const int index = (BlockIndexX() - (is_k ? 0 : p.side_blocks)) * RowsOfBlock(kRowLanes) +
-                    ThreadIndexX() / kRowLanes;
-  const int shift = CountZeros(kv.block_seq_len);
-  const int slot = index & (kv.block_seq_len - 1);
-  const int head = (index >> shift) % kv.kv_heads;
-  const int pending = (index >> shift) / kv.kv_heads;
-  const PendingQuantization ids = pending < p.op.num_to_quantize
-                                      ? LoadGlobal(p.op.blocks_to_quantize + pending)
-                                      : PendingQuantization{};
-  const bool valid = ids.quantized >= 0;
-  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
-  RowTarget to = {is_k ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
-  LaneValues values = {};
-  if (valid) {
-    to = TargetOf(kv, side, ids.quantized, head, slot);
-    if (at.active()) {
-      const std::byte* payload = TargetOf(window16, side, ids.window16, head, slot).payload;
-      const auto words =
-          LoadGlobal(reinterpret_cast<const Words<16>*>(payload + at.lane * sizeof(Words<16>)));
-      for (int i = 0; i < kLaneValues / 2; ++i) {
-        values.pairs[i] = words.v[i];
-      }
-    }
-  }
-  Unpack<T>(values);
-  AddClipped(values, to.format, to.global_scale, p.op.num_clipped);
-  WriteRow<kRowLanes, T>(to, at, values, p.op.search_scales);
 }
 
 }  // namespace turbomind::cuda

@@ -8,6 +8,7 @@
 
 #include "turbomind/backend/cuda/kv/kv_encode.cuh"
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/kv/layout.h"
 
 namespace turbomind::cuda {
 
@@ -18,6 +19,13 @@ struct RowTarget {
   std::byte* meta;  // scale bytes or (scale, zero)
   float global_scale;
 };
+
+// Return the location of a block's K offset. REQUIRES: kv.HasKOffset().
+TM_DEVICE RowTarget OffsetTarget(const KvLayerView& kv, int64_t block, int head) {
+  const KvRow row = kv.KOffset(block, head);
+  return {KvCacheMode::kInt8, reinterpret_cast<std::byte*>(row.payload),
+          reinterpret_cast<std::byte*>(row.metadata), 1.f};
+}
 
 template <int kBytes>
 TM_DEVICE void StoreLane(const RowTarget& to, const RowLane& at, const Words<kBytes>& words) {
