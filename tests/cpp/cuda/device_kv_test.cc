@@ -39,6 +39,7 @@ struct KvCase {
   bool window16 = false;  // first and newest tokens in a window
   KvCacheMode window_format = KvCacheMode::kNone;
   bool k_offset = false;   // of blocks that leave the window
+  bool k_base = false;     // and of blocks that are written
   bool as_served = false;  // rotation, scale search and a mean of K
   float score_cap = 0.f;
   std::vector<int> contexts = {210, 35, 150};  // before the first step
@@ -48,14 +49,15 @@ std::string Describe(const KvCase& c) {
   return std::string(ToString(c.k)) + " / " + ToString(c.v) + ", " + ToString(c.dtype) +
          ", head_dim " + std::to_string(c.head_dim) + ", window " + std::to_string(c.window) +
          (c.window16 ? std::string(", window in ") + ToString(c.window_format) : "") +
-         (c.k_offset ? ", K offset" : "") + (c.as_served ? ", as served" : "");
+         (c.k_offset ? ", K offset" : "") + (c.k_base ? " also from a bias" : "") +
+         (c.as_served ? ", as served" : "");
 }
 
 block::Layout LayoutOf(const KvCase& c, bool window16) {
   block::Config config;
   config.layers = {window16 ? block::Config::LayerFormats{c.window_format, c.window_format}
                             : block::Config::LayerFormats{c.k, c.v}};
-  config.k_offset = c.k_offset && !window16;
+  config.k_offset = c.k_offset && (c.k_base || !window16);
   config.kv_heads = c.kv_heads;
   config.head_dim = c.head_dim;
   config.block_seq_len = kBlockTokens;
@@ -78,6 +80,7 @@ class Layer {
         bias_(devices, Normal(Row(), 1)),
         norm_(devices, Normal(static_cast<size_t>(c.head_dim), 2, 0.1f)),
         mean_(devices, Normal(static_cast<size_t>(c.kv_heads * c.head_dim), 3)),
+        base_(devices, Normal(static_cast<size_t>(c.kv_heads * c.head_dim), 5)),
         sinks_(devices, Normal(static_cast<size_t>(q_heads()), 4)),
         global_scales_(devices, std::vector<float>(static_cast<size_t>(c.kv_heads), 0.75f)),
         num_nonfinite_(devices, {0}),
@@ -147,6 +150,7 @@ class Layer {
   Both<float> bias_;
   Both<float> norm_;
   Both<float> mean_;
+  Both<float> base_;
   Both<float> sinks_;
   Both<float> global_scales_;
   Both<int64_t> num_nonfinite_;
@@ -212,6 +216,7 @@ WriteKvParams Layer::Write(int side) const {
           .rotate = case_.as_served,
           .search_scales = case_.as_served,
           .k_mean = case_.as_served ? mean_[side] : nullptr,
+          .k_base = case_.k_base ? base_[side] : nullptr,
           .q_dot_mean = case_.as_served ? dot_[side] : nullptr,
           .kv = View(side),
           .window16 = Window16View(side),
@@ -348,6 +353,20 @@ TEST_CASE("blocks with K offsets match the CPU, with windows in 16 bits and in i
                  .as_served = i % 3 != 2,
                  .score_cap = i % 6 == 5 ? 0.5f : 0.f});
       ++i;
+    }
+  }
+}
+
+TEST_CASE("K offsets from a bias match the CPU, with a window in int8 and without one") {
+  for (const KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kFp8E5m2}) {
+    for (const bool window16 : {false, true}) {
+      CheckCase({.k = format,
+                 .v = format,
+                 .window16 = window16,
+                 .window_format = KvCacheMode::kInt8,
+                 .k_offset = true,
+                 .k_base = true,
+                 .as_served = format == KvCacheMode::kFp4Nv});
     }
   }
 }

@@ -181,6 +181,11 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
   }
   step.rotate = with.rotate;
   step.window16 = with.window16;
+  if ((with.window16 ? Window16ViewOf : ViewOf)(step, CpuPointers(step)).HasKOffset()) {
+    step.k_base = Normals(step.random, heads * n, 2.f);
+    step.block_cos = Normals(step.random, step.rope_cos.size());
+    step.block_sin = Normals(step.random, step.rope_sin.size());
+  }
   return step;
 }
 
@@ -193,6 +198,7 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
         Shape shape = {.dtype = kTypes[seed % 2], .head_dim = head_dim};
         shape.formats = ListedPairs()[seed % ListedPairs().size()];
         shape.window_format = WindowFormat(shape.formats, seed % 2 == 0);
+        shape.k_offset = shape.window_offset = seed % 5 < 3;
         CAPTURE(rope_dim);
         CAPTURE(with);
         CheckProcess(MakeStep(shape,
@@ -302,6 +308,7 @@ TEST_CASE("blocks that leave the window are quantized as on the CPU") {
           Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
           shape.global_scale = seed % 3 == 0 ? 0.3f : 1.f;
           shape.k_offset = k_offset;
+          shape.window_offset = seed % 4 < 2;
           shape.window_format = WindowFormat(formats, int8);
           Step step(shape, seed);  // the window holds arbitrary bits
           step.search = seed % 2 == 0;

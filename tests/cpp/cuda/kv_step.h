@@ -56,6 +56,7 @@ struct Shape {
   int num_decode = 1;
   float global_scale = 0.75f;
   bool k_offset = false;
+  bool window_offset = false;
   KvCacheMode window_format = KvCacheMode::kNone;
 };
 
@@ -128,6 +129,9 @@ struct Step {
   std::vector<float> rope_cos;
   std::vector<float> rope_sin;
   std::vector<float> k_mean;
+  std::vector<float> k_base;
+  std::vector<float> block_cos;
+  std::vector<float> block_sin;
   std::vector<float> q_dot_mean;
   std::vector<int64_t> num_nonfinite = {5};
   std::vector<int64_t> num_clipped = {7};
@@ -153,7 +157,7 @@ inline std::vector<float> Normals(std::mt19937& random, size_t count, float mean
 inline Step::Step(const Shape& s, unsigned seed)
     : shape(s),
       layout(LayoutOf(s, s.formats, s.k_offset)),
-      window16_layout(LayoutOf(s, {s.window_format, s.window_format}, false)),
+      window16_layout(LayoutOf(s, {s.window_format, s.window_format}, s.window_offset)),
       data(static_cast<size_t>(kBlocks * layout.block_bytes())),
       scales(static_cast<size_t>(kBlocks * layout.scale_block_bytes())),
       window16_data(static_cast<size_t>(kBlocks * window16_layout.block_bytes())),
@@ -210,6 +214,9 @@ struct Pointers {
   const float* rope_cos;
   const float* rope_sin;
   const float* k_mean;
+  const float* k_base;
+  const float* block_cos;
+  const float* block_sin;
   float* q_dot_mean;
   int64_t* num_nonfinite;
   int64_t* num_clipped;
@@ -238,6 +245,9 @@ inline Pointers CpuPointers(Step& s) {
           OrNull(s.rope_cos),
           OrNull(s.rope_sin),
           OrNull(s.k_mean),
+          OrNull(s.k_base),
+          OrNull(s.block_cos),
+          OrNull(s.block_sin),
           OrNull(s.q_dot_mean),
           OrNull(s.num_nonfinite),
           OrNull(s.num_clipped),
@@ -263,6 +273,9 @@ struct GpuStep {
         rope_cos(gpu.stream(), s.rope_cos),
         rope_sin(gpu.stream(), s.rope_sin),
         k_mean(gpu.stream(), s.k_mean),
+        k_base(gpu.stream(), s.k_base),
+        block_cos(gpu.stream(), s.block_cos),
+        block_sin(gpu.stream(), s.block_sin),
         q_dot_mean(gpu.stream(), s.q_dot_mean),
         num_nonfinite(gpu.stream(), s.num_nonfinite),
         num_clipped(gpu.stream(), s.num_clipped),
@@ -284,6 +297,9 @@ struct GpuStep {
             rope_cos.data(),
             rope_sin.data(),
             k_mean.data(),
+            k_base.data(),
+            block_cos.data(),
+            block_sin.data(),
             q_dot_mean.data(),
             num_nonfinite.data(),
             num_clipped.data(),
@@ -292,7 +308,8 @@ struct GpuStep {
   GpuArray<std::byte> data, scales, window16_data;
   GpuArray<float> g0, g1;
   GpuArray<int32_t> cu_seqlens, contexts, positions, tables, window16_tables;
-  GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, q_dot_mean;
+  GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, k_base, block_cos,
+      block_sin, q_dot_mean;
   GpuArray<int64_t> num_nonfinite, num_clipped;
   GpuArray<PendingQuantization> blocks_to_quantize;
 };
@@ -340,6 +357,9 @@ inline WriteKvParams ProcessParams(const Step& s, const Pointers& p) {
   params.rotate = s.rotate;
   params.search_scales = s.search;
   params.k_mean = p.k_mean;
+  params.k_base = p.k_base;
+  params.block_cos = p.block_cos;
+  params.block_sin = p.block_sin;
   params.q_dot_mean = p.q_dot_mean;
   params.kv = ViewOf(s, p);
   params.window16 = Window16ViewOf(s, p);

@@ -88,9 +88,6 @@ __global__ void __launch_bounds__(kWriteThreads) StoreKOffsetsKernel(QuantizeBlo
   RowWriter<KvCacheMode::kInt8>::Write<kRowLanes, T>(to, at, RoundLane<T>(sums), false);
 }
 
-// Return x + y, or x if it is NaN. A GPU's sum of NaN loses its sign, which FP4 stores.
-TM_DEVICE float AddToNumber(float x, float y) { return IsNan(x) ? x : x + y; }
-
 // Load a lane's values of a row of the window, minus the K offset of the block if there is one.
 template <DataType T>
 TM_DEVICE LaneValues LoadWindowLane(const QuantizeBlocksParams& op, KvSide side,

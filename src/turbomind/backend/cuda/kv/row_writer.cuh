@@ -43,9 +43,8 @@ TM_DEVICE void StoreFp4(const RowTarget& to, const RowLane& at, const LaneValues
   }
 }
 
-template <int kRowLanes, int kIntBits, DataType T>
-TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues& x) {
-  const auto out = EncodeInt<kRowLanes, kIntBits, T>(x, at);
+template <DataType T, int kIntBits>
+TM_DEVICE void StoreIntLane(const RowTarget& to, const RowLane& at, const IntLane<kIntBits>& out) {
   StoreLane(to, at, out.codes);
   if (to.payload != nullptr && at.lane == 0) {
     const uint32_t pair = T == DataType::kBFloat16 ? PackBFloat2(out.scale, out.zero)
@@ -71,7 +70,7 @@ template <int kIntBits>
 struct IntWriter {
   template <int kRowLanes, DataType T>
   static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreInt<kRowLanes, kIntBits, T>(to, at, x);
+    StoreIntLane<T>(to, at, EncodeInt<kRowLanes, kIntBits, T>(x, at));
   }
 };
 template <>
