@@ -54,6 +54,17 @@ def device_cells(formats: Sequence[str]) -> Iterator[str]:
             yield f"op=write mode={mode} {sizes}"
         for mode in ("nvfp4", "mxfp4"):
             yield f"op=write mode={mode} {sizes} search=1 rotate=1"
+    offset_heads = f"{heads} head_dim=128 k_offset=1"
+    for mode in ("nvfp4", "mxfp4"):
+        for batch, context in ((8, 32768), (128, 8192)):
+            yield f"op=decode mode={mode} batch={batch} context={context} {offset_heads}"
+        sizes = f"batch=1 context=32768 new_tokens=2048 {offset_heads}"
+        yield f"op=prefill mode={mode} launches=4 {sizes}"
+        for batch, tokens in ((1, 2048), (128, 1)):
+            sizes = f"batch={batch} context=2048 new_tokens={tokens} kv_heads=8 head_dim=128"
+            yield f"op=quantize mode={mode} {sizes} search=1"
+            for window in ("none", "int8"):
+                yield f"op=quantize mode={mode} {sizes} search=1 k_offset=1 window_format={window}"
     for batch in (1, 32, 128, 2048):
         launches = " launches=4" if batch > 256 else ""
         for rows, cols in LINEARS:
@@ -71,6 +82,8 @@ def small_cells() -> Iterator[str]:
         for op in ("decode", "write", "flatten", "prefill"):
             more = " new_tokens=16" if op == "prefill" else ""
             yield f"op={op} mode={mode} {sizes}{more}"
+    for op in ("decode", "quantize", "prefill"):
+        yield f"op={op} mode=nvfp4 {sizes} new_tokens={16 if op == 'prefill' else 1} k_offset=1"
     for name in FORMATS:
         yield f"op=linear format={name} launches=1 batch=2 rows=64 cols=64"
 

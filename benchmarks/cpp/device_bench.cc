@@ -4,10 +4,12 @@
 //   device_bench device=cuda gpu=0 rotate_mb=512 round_ms=20 launches=24
 //   device_bench device=cpu threads=2 int8=0 …
 // Cells, with defaults:
-//   op=decode|prefill|write|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8 group=8
-//     head_dim=128 window=0 sinks=0 search=0 rotate=0
+//   op=decode|prefill|write|quantize|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8
+//     group=8 head_dim=128 window=0 sinks=0 search=0 rotate=0 k_offset=0 window_format=none
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
+// op=quantize quantizes the blocks of the new tokens, which leave a window in window_format.
+// k_offset=1 gives every block a K offset (kv/k_offset.h).
 // A step has `launches` launches, which a cell may override. They cycle through at least two layers
 // of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are recorded
 // and replayed. A figure is the median of five rounds of at least round_ms: microseconds of a
@@ -34,7 +36,7 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
     cell.RequireAllRead();
     return shape;
   };
-  if (op == "decode" || op == "prefill" || op == "write" || op == "flatten") {
+  if (op == "decode" || op == "prefill" || op == "write" || op == "quantize" || op == "flatten") {
     return MeasureKv(device, op, checked(KvShape(cell)), limits);
   }
   if (op == "linear") {
@@ -45,7 +47,8 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
     return MeasureCopy(device, checked(num_bytes), limits);
   }
   throw std::invalid_argument("op is " + op +
-                              ". It must be one of decode, prefill, write, flatten, linear, copy.");
+                              ". It must be one of decode, prefill, write, quantize, flatten, "
+                              "linear, copy.");
 }
 
 // Measures one cell on a new device, because a device may replay the recorded step of an earlier

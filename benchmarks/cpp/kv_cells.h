@@ -14,6 +14,7 @@
 #include "bench_device.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/kv/codec.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/profile/op_cost.h"
 
@@ -53,7 +54,9 @@ struct KvShape {
         window(cell.Number("window", 0)),
         sinks(cell.Number("sinks", 0) != 0),
         search(cell.Number("search", 0) != 0),
-        rotate(cell.Number("rotate", 0) != 0) {
+        rotate(cell.Number("rotate", 0) != 0),
+        k_offset(cell.Number("k_offset", 0) != 0),
+        window_format(GetKvCacheMode(cell.Text("window_format", "none"), DeviceCapability())) {
     if (batch < 1 || new_tokens < 1 || context < new_tokens || kv_heads < 1 || group < 1) {
       throw std::invalid_argument("Sizes must be positive, and new_tokens at most context.");
     }
@@ -77,6 +80,8 @@ struct KvShape {
   bool sinks;
   bool search;
   bool rotate;
+  bool k_offset;
+  KvCacheMode window_format;  // of the window that op=quantize reads
 };
 
 inline block::Config ConfigOf(const KvShape& shape, int layers) {
@@ -85,6 +90,14 @@ inline block::Config ConfigOf(const KvShape& shape, int layers) {
   config.kv_heads = shape.kv_heads;
   config.head_dim = shape.head_dim;
   config.block_seq_len = kBlockTokens;
+  config.k_offset = shape.k_offset;
+  return config;
+}
+
+inline block::Config WindowConfigOf(const KvShape& shape, int layers) {
+  block::Config config = ConfigOf(shape, layers);
+  config.layers.assign(static_cast<size_t>(layers), {shape.window_format, shape.window_format});
+  config.k_offset = false;
   return config;
 }
 
@@ -105,26 +118,24 @@ inline void WriteRows(const KvLayerView& view) {
     const auto s = static_cast<KvSide>(side);
     for (int head = 0; head < view.kv_heads; ++head) {
       for (int token = 0; token < view.block_seq_len; ++token, row += view.head_dim) {
-        std::byte* payload = view.Payload(s, 0, head) + int64_t{token} * view.row_bytes[side];
-        std::byte* meta = nullptr;
-        if (view.scale_bytes[side] > 0) {
-          meta = view.Scales(s, 0, head) + int64_t{token} * view.ScaleStride();
-        } else if (view.param_bytes[side] > 0) {
-          meta = view.Params(s, 0, head) + int64_t{token} * view.param_bytes[side];
-        }
+        const KvRow to = view.Row(s, 0, head, token);
         DispatchFormat(view.format[side], [&]<KvCacheMode M>() {
-          Codec<M>::EncodeRow(row, view.head_dim, view.dtype, 1.f,
-                              reinterpret_cast<uint8_t*>(payload),
-                              reinterpret_cast<uint8_t*>(meta));
+          Codec<M>::EncodeRow(row, view.head_dim, view.dtype, 1.f, to.payload, to.metadata);
         });
       }
     }
+  }
+  for (int head = 0; view.HasKOffset() && head < view.kv_heads; ++head) {
+    const KvRow to = view.KOffset(0, head);
+    KOffsetCodec::EncodeRow(values.data() + head * view.head_dim, view.head_dim, view.dtype, 1.f,
+                            to.payload, to.metadata);
   }
 }
 
 // The arrays of a step on the host.
 struct StepArraysOnHost {
   std::vector<int32_t> tokens, cu_seqlens, context_lens, positions, table;
+  std::vector<PendingQuantization> blocks_to_quantize;  // as many as hold the new tokens
   BatchView batch;
 
   StepArraysOnHost(const KvShape& shape, int64_t num_blocks) {
@@ -146,6 +157,10 @@ struct StepArraysOnHost {
     }
     cu_seqlens.push_back(static_cast<int32_t>(shape.num_tokens()));
     tokens.assign(positions.size(), 0);
+    const int64_t num_leaving = CeilDiv(shape.num_tokens(), int64_t{kBlockTokens});
+    for (int i = 0; i < static_cast<int>(std::min(num_leaving, num_blocks)); ++i) {
+      blocks_to_quantize.push_back({i, i});
+    }
     batch = {.num_seqs = shape.batch,
              .num_decode = shape.new_tokens == 1 ? shape.batch : 0,
              .num_tokens = static_cast<int>(shape.num_tokens()),
@@ -153,9 +168,32 @@ struct StepArraysOnHost {
              .context_lens = context_lens.data(),
              .positions = positions.data(),
              .block_tables = table.data(),
-             .block_table_stride = shape.blocks_of_context()};
+             .block_table_stride = shape.blocks_of_context(),
+             .blocks_to_quantize = blocks_to_quantize.data(),
+             .num_to_quantize = static_cast<int>(blocks_to_quantize.size())};
   }
 };
+
+// Fills all blocks with the same rows, which are equal in all layers. `scales` may be null.
+inline void FillPools(Device& device, const block::Layout& layout, DeviceBuffer& data,
+                      DeviceBuffer* scales) {
+  std::vector<std::byte> data_block(static_cast<size_t>(layout.block_bytes()));
+  std::vector<std::byte> scale_block(static_cast<size_t>(layout.scale_block_bytes()));
+  WriteRows(
+      layout.LayerView(0, data_block.data(), scale_block.empty() ? nullptr : scale_block.data()));
+  const size_t layers = layout.config().layers.size();
+  for (const auto& [pool, block] :
+       {std::pair(&data, &data_block), std::pair(scales, &scale_block)}) {
+    const size_t part = block->size() / layers;
+    for (size_t i = 1; i < layers; ++i) {
+      std::memcpy(block->data() + i * part, block->data(), part);
+    }
+    if (!block->empty()) {
+      device.Copy(pool->As<std::byte>(), block->data(), block->size());
+      pool->Repeat(block->size());
+    }
+  }
+}
 
 // Filled pools of some layers and the parameters of the ops of one shape.
 class KvBench {
@@ -176,7 +214,7 @@ class KvBench {
         angles_(device, std::vector<float>{std::sqrt(0.5f)},
                 shape.num_tokens() * shape.head_dim / 2),
         num_nonfinite_(device, sizeof(int64_t)) {
-    Fill();
+    FillPools(device, layout_, data_, &scales_);
     for (size_t i = 0; i < layout_.config().layers.size(); ++i) {
       views_.push_back(
           layout_.LayerView(static_cast<int>(i), data_.As<std::byte>(), scales_.As<std::byte>()));
@@ -224,6 +262,19 @@ class KvBench {
     p.batch = host_.batch;
     return p;
   }
+  // Returns the layout of the window that blocks leave.
+  block::Layout WindowLayout() const { return block::Layout(WindowConfigOf(shape_, layers())); }
+  int64_t num_leaving() const { return host_.batch.num_to_quantize; }
+  QuantizeBlocksParams Quantize(int launch, const block::Layout& layout,
+                                const DeviceBuffer& window) const {
+    QuantizeBlocksParams p;
+    p.kv = View(launch);
+    p.window16 = layout.LayerView(launch % layers(), window.As<std::byte>(), nullptr);
+    p.search_scales = shape_.search;
+    p.blocks_to_quantize = host_.batch.blocks_to_quantize;
+    p.num_to_quantize = host_.batch.num_to_quantize;
+    return p;
+  }
   size_t dense_bytes() const {
     return static_cast<size_t>(int64_t{2} * shape_.batch * shape_.kv_heads * shape_.context *
                                shape_.head_dim) *
@@ -252,26 +303,6 @@ class KvBench {
   int64_t LayerBytes() const {
     const block::Layout one(ConfigOf(shape_, 1));
     return blocks_ * (one.block_bytes() + one.scale_block_bytes());
-  }
-
-  // Copies the rows of layer 0 to the other layers, which have equal parts of a block.
-  void Fill() {
-    std::vector<std::byte> data(static_cast<size_t>(layout_.block_bytes()));
-    std::vector<std::byte> scales(static_cast<size_t>(layout_.scale_block_bytes()));
-    WriteRows(layout_.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data()));
-    const size_t layers = layout_.config().layers.size();
-    for (std::vector<std::byte>* pool : {&data, &scales}) {
-      const size_t part = pool->size() / layers;
-      for (size_t i = 1; i < layers; ++i) {
-        std::memcpy(pool->data() + i * part, pool->data(), part);
-      }
-    }
-    for (const auto& [pool, block] : {std::pair(&data_, &data), std::pair(&scales_, &scales)}) {
-      if (!block->empty()) {
-        device_.Copy(pool->As<std::byte>(), block->data(), block->size());
-        pool->Repeat(block->size());
-      }
-    }
   }
 
   Device& device_;
@@ -315,6 +346,13 @@ inline Measured MeasureKv(Device& device, const std::string& op, const KvShape& 
   }
   if (op == "write") {
     return measure(CostOf(bench.Write(0)), [&](int i) { device.WriteKv(bench.Write(i)); });
+  }
+  if (op == "quantize") {
+    const block::Layout layout = bench.WindowLayout();
+    DeviceBuffer window(device, static_cast<size_t>(bench.num_leaving() * layout.block_bytes()));
+    FillPools(device, layout, window, nullptr);
+    return measure(CostOf(bench.Quantize(0, layout, window)),
+                   [&](int i) { device.QuantizeBlocks(bench.Quantize(i, layout, window)); });
   }
   const DeviceBuffer dense(device, bench.dense_bytes());
   return measure(CostOf(bench.Flatten(0, dense)),

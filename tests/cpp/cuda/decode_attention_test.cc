@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,6 +17,7 @@
 #include "turbomind/backend/cuda/decode/decode_combine.cuh"
 #include "turbomind/backend/cuda/decode/decode_plan.h"
 #include "turbomind/kv/codec.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 
 namespace turbomind::cuda {
@@ -35,6 +37,7 @@ struct Case {
   bool sinks = false;
   bool mean = false;
   bool global_scales = false;
+  bool k_offset = false;
   int num_slots = 4;
   int combine_warps = 1;
   uint64_t seed = 1;
@@ -45,6 +48,7 @@ struct Pools {
   Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const Case& c);
 
   void Fill(const Case& c, int sequence, int position, int head);
+  void FillOffset(int block, int head);
   std::vector<float> Row(KvSide side, int sequence, int position, int head) const;
   int32_t Block(int sequence, int position) const {
     return table[static_cast<size_t>(sequence * blocks + position / view.block_seq_len)];
@@ -71,6 +75,7 @@ block::Config ConfigOf(KvCacheMode k, KvCacheMode v, DataType dtype, int head_di
   config.head_dim = head_dim;
   config.block_seq_len = c.block_seq_len;
   config.dtype = dtype;
+  config.k_offset = c.k_offset;
   return config;
 }
 
@@ -105,9 +110,20 @@ Pools::Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const C
     for (int position = first; position < c.ranges[i].end; ++position) {
       for (int head = 0; head < c.kv_heads; ++head) {
         Fill(c, static_cast<int>(i), position, head);
+        if (view.HasKOffset() && position % c.block_seq_len == 0) {
+          FillOffset(Block(static_cast<int>(i), position), head);
+        }
       }
     }
   }
+}
+
+void Pools::FillOffset(int block, int head) {
+  std::normal_distribution<float> normal(0.f, 2.f);
+  std::vector<float> row(static_cast<size_t>(view.head_dim));
+  std::generate(row.begin(), row.end(), [&] { return normal(random); });
+  const KvRow to = view.KOffset(block, head);
+  KOffsetCodec::EncodeRow(row.data(), view.head_dim, view.dtype, 1.f, to.payload, to.metadata);
 }
 
 uint8_t* Pools::Meta(KvSide side, int sequence, int position, int head) const {
@@ -153,6 +169,12 @@ std::vector<float> Pools::Row(KvSide side, int sequence, int position, int head)
                         Meta(side, sequence, position, head), view.head_dim, view.dtype,
                         GlobalScaleOf(view, s, head), row.data());
   });
+  if (side == KvSide::kK && view.HasKOffset()) {
+    std::vector<float> offset(row.size());
+    const KvRow at = view.KOffset(Block(sequence, position), head);
+    KOffsetCodec::DecodeRow(at.payload, at.metadata, view.head_dim, view.dtype, 1.f, offset.data());
+    std::transform(offset.begin(), offset.end(), row.begin(), row.begin(), std::plus<>());
+  }
   return row;
 }
 
@@ -340,7 +362,10 @@ std::vector<Case> Cases() {
   split.mean = true;
   split.global_scales = true;
   split.combine_warps = 2;
-  return {edges, windows, split};
+  Case offsets = windows;
+  offsets.k_offset = true;
+  offsets.global_scales = true;
+  return {edges, windows, split, offsets};
 }
 
 template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens = 32>
@@ -421,6 +446,21 @@ TEST_CASE("decode handles 1 to 16 query heads in any order of threads") {
     CheckCase<DecodeConfig<kFp4Nv, kFp4Nv, kHalf, 64, 32, 3>>(c, kOrders);
     CheckCase<DecodeConfig<kFp4Nv, kFp4Nv, kHalf, 64, 32, 3, 4, 2>>(c, kOrders);
   }
+}
+
+// A warp reads the offsets of kShiftRows tiles at once.
+TEST_CASE("decode adds the K offsets of more tiles than a warp reads at once") {
+  Case c;
+  c.ranges = {{0, 1100}, {37, 600}};
+  c.kv_heads = 1;
+  c.num_slots = 1;
+  c.k_offset = true;
+  constexpr uint64_t kOrders = 3;
+  CheckCase<DecodeConfig<kFp4Nv, kFp4Nv, kHalf, 64, 32, 3>>(c, kOrders);
+  CheckCase<DecodeConfig<kInt8, kInt8, kBFloat, 64, 16, 3>>(c, kOrders);
+  c.block_seq_len = 16;
+  c.ranges = {{0, 1100}};
+  CheckCase<DecodeConfig<kFp4Mx, kFp4Mx, kHalf, 64, 16, 3, 4, 2>>(c, kOrders);
 }
 
 TEST_CASE("decode handles two head tiles and other warp counts") {

@@ -19,6 +19,7 @@
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/kv/codec.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 
 namespace turbomind::cuda::decode_step {
@@ -37,6 +38,9 @@ struct Case {
   int block_seq_len = 64;
   int window = 0;
   PrecisionWindowTokens window16 = {};
+  KvCacheMode window_format = KvCacheMode::kNone;
+  bool k_offset = false;  // of both pools, where K is quantized
+  float score_cap = 0.f;
   bool sinks = false;
   bool mean = false;
   int max_context = 300;
@@ -67,23 +71,17 @@ inline block::Config ConfigOf(const Case& c, KvCacheMode k, KvCacheMode v) {
   config.head_dim = c.head_dim;
   config.block_seq_len = c.block_seq_len;
   config.dtype = c.dtype;
+  config.k_offset = c.k_offset;
   return config;
 }
 
 inline void FillRow(const KvLayerView& view, KvSide side, int64_t block, int head, int slot,
                     const float* row) {
   const int s = static_cast<int>(side);
-  std::byte* payload = view.Payload(side, block, head) + slot * view.row_bytes[s];
-  std::byte* meta = nullptr;
-  if (view.scale_bytes[s] > 0) {
-    meta = view.Scales(side, block, head) + slot * view.ScaleStride();
-  } else if (view.param_bytes[s] > 0) {
-    meta = view.Params(side, block, head) + slot * view.param_bytes[s];
-  }
+  const KvRow to = view.Row(side, block, head, slot);
   const float global_scale = view.global_scale[s] != nullptr ? view.global_scale[s][head] : 1.f;
   DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
-    Codec<M>::EncodeRow(row, view.head_dim, view.dtype, global_scale,
-                        reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(meta));
+    Codec<M>::EncodeRow(row, view.head_dim, view.dtype, global_scale, to.payload, to.metadata);
   });
 }
 
@@ -112,6 +110,12 @@ inline Pool::Pool(const Case& c, KvCacheMode k, KvCacheMode v, std::mt19937* ran
     FillRow(view, static_cast<KvSide>(i % 2), block, i / 2 % c.kv_heads, position % c.block_seq_len,
             row.data());
   }
+  std::normal_distribution<float> offsets(0.f, 2.f);
+  for (int i = 0; view.HasKOffset() && i < total * c.kv_heads; ++i) {
+    std::generate(row.begin(), row.end(), [&] { return offsets(*random); });
+    const KvRow to = view.KOffset(i / c.kv_heads, i % c.kv_heads);
+    KOffsetCodec::EncodeRow(row.data(), c.head_dim, c.dtype, 1.f, to.payload, to.metadata);
+  }
 }
 
 // One layer with its queries, on the host.
@@ -121,7 +125,7 @@ struct Layer {
         random(seed),
         rule(MakePrecisionWindow(c.window16, c.block_seq_len)),
         quantized(c, c.k, c.v, &random),
-        window16(c, KvCacheMode::kNone, KvCacheMode::kNone, &random) {
+        window16(c, c.window_format, c.window_format, &random) {
     std::normal_distribution<float> normal;
     const auto sampling = [&](bool wanted, int count) {
       std::vector<float> values(wanted ? static_cast<size_t>(count) : 0);
@@ -143,6 +147,7 @@ struct Layer {
     p.q_stride = q_stride();
     p.q_heads = q_heads();
     p.softmax_scale = 2.f / std::sqrt(static_cast<float>(c.head_dim));
+    p.score_cap = c.score_cap;
     p.exact = true;
     p.window = c.window;
     p.sinks = c.sinks ? sinks.data() : nullptr;
@@ -352,12 +357,13 @@ inline void CheckClose(const Layer& layer, const Step& step, const std::vector<f
   const std::string name =
       std::string(ToString(c.k)) + " " + ToString(c.v) + " " + ToString(c.dtype) + " head_dim " +
       std::to_string(c.head_dim) + " block " + std::to_string(c.block_seq_len) + " window " +
-      std::to_string(c.window) + " 16-bit " + std::to_string(c.window16.sink_tokens) + "," +
-      std::to_string(c.window16.recent_tokens);
+      std::to_string(c.window) + " window of " + ToString(c.window_format) + " " +
+      std::to_string(c.window16.sink_tokens) + "," + std::to_string(c.window16.recent_tokens) +
+      (c.k_offset ? " K offsets" : "");
   CAPTURE(name);
-  const bool bfloat =
-      c.dtype == DataType::kBFloat16 &&
-      (c.v == KvCacheMode::kNone || c.k == KvCacheMode::kNone || layer.rule.enabled());
+  const bool bfloat = c.dtype == DataType::kBFloat16 &&
+                      (c.v == KvCacheMode::kNone || c.k == KvCacheMode::kNone ||
+                       (layer.rule.enabled() && c.window_format == KvCacheMode::kNone));
   CHECK(std::sqrt(error / norm) < (bfloat ? kMaxErrorBFloat : kMaxError));
 }
 

@@ -96,10 +96,55 @@ TEST_CASE("sinks and recent positions are read from the 16-bit window") {
   }
 }
 
+TEST_CASE("decode adds the K offset of every block for every format and head_dim") {
+  size_t i = 0;
+  for (KvCacheMode k : kAllKvCacheModes) {
+    for (KvCacheMode v : kAllKvCacheModes) {
+      for (int head_dim : kHeadDims) {
+        if (!IsListedPair(k, v) || k == kNone) {
+          continue;
+        }
+        Case c = {.k = k, .v = v, .head_dim = head_dim};
+        c.k_offset = true;
+        c.score_cap = i % 5 == 4 ? 5.f : 0.f;
+        c.block_seq_len = kBlockLens[i % 4];
+        c.dtype = i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
+        c.group = static_cast<int>(1 + i % 3);
+        c.max_seqs = 2;
+        c.max_context = 90;
+        CheckCase(c, {90, 33});
+        ++i;
+      }
+    }
+  }
+}
+
+TEST_CASE("decode reads an int8 window, with and without K offsets") {
+  size_t i = 0;
+  for (KvCacheMode format : {kFp4Nv, kInt8, kFp8E4m3, kInt4, kFp4Mx}) {
+    for (int window : {0, 100, -90}) {
+      Case c = {.k = format, .v = format, .window = window, .window16 = {64, 64}};
+      c.window_format = kInt8;
+      c.k_offset = i % 3 != 0;
+      c.head_dim = kHeadDims[i % 5];
+      c.block_seq_len = kBlockLens[i % 4];
+      c.dtype = i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
+      c.sinks = i % 2 == 0;
+      c.group = 2;
+      c.max_context = 330;
+      CheckCase(c, {330, 64, static_cast<int32_t>(1 + 17 * i)});
+      ++i;
+    }
+  }
+}
+
 TEST_CASE("long ranges of both pools are split" * doctest::test_suite("small")) {
   Case c = {.k = kInt4, .v = kInt4, .group = 1, .window16 = {576, 640}};
   c.max_seqs = 1;
   c.max_context = 2000;
+  CheckCase(c, {2000}, 4);
+  c.k_offset = true;
+  c.window_format = kInt8;
   CheckCase(c, {2000}, 4);
 }
 
@@ -232,6 +277,7 @@ TEST_CASE("one block reads two head tiles of 4-bit values") {
       c.group = head_dim == 64 ? 16 : 19;
       c.block_seq_len = head_dim == 64 ? 64 : 16;
       c.window16 = format == kFp4Nv ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
+      c.k_offset = head_dim == 64;
       c.sinks = true;
       c.max_seqs = 2;
       c.max_context = 280;

@@ -107,6 +107,12 @@ TEST_CASE_FIXTURE(Fixture, "RoPE tables match the CPU") {
     CAPTURE(static_cast<int>(config.kind));
     CheckNear(gpu_cos.Read(), cos, 0.f, kAngleError * table.attention_factor());
     CheckNear(gpu_sin.Read(), sin, 0.f, kAngleError * table.attention_factor());
+    constexpr int kBlockTokens = 16;  // the angles of the middle of each token's block
+    CudaFillRope(ctx, {&table, inv_freq.data(), gpu_positions.data(), gpu_cos.data(),
+                       gpu_sin.data(), tokens, kBlockTokens});
+    cpu->FillRope({&table, table.inv_freq().data(), positions.data(), cos.data(), sin.data(),
+                   tokens, kBlockTokens});
+    CheckNear(gpu_cos.Read(), cos, 0.f, kAngleError * table.attention_factor());
   }
 }
 

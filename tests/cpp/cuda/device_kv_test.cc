@@ -36,7 +36,10 @@ struct KvCase {
   int group = 2;
   int window = 0;
   bool sinks = false;
-  bool window16 = false;   // first and newest tokens in 16 bits
+  bool window16 = false;  // first and newest tokens in a window
+  KvCacheMode window_format = KvCacheMode::kNone;
+  bool k_offset = false;   // of blocks that leave the window
+  bool k_base = false;     // and of blocks that are written
   bool as_served = false;  // rotation, scale search and a mean of K
   float score_cap = 0.f;
   std::vector<int> contexts = {210, 35, 150};  // before the first step
@@ -45,13 +48,16 @@ struct KvCase {
 std::string Describe(const KvCase& c) {
   return std::string(ToString(c.k)) + " / " + ToString(c.v) + ", " + ToString(c.dtype) +
          ", head_dim " + std::to_string(c.head_dim) + ", window " + std::to_string(c.window) +
-         (c.window16 ? ", 16-bit" : "") + (c.as_served ? ", as served" : "");
+         (c.window16 ? std::string(", window in ") + ToString(c.window_format) : "") +
+         (c.k_offset ? ", K offset" : "") + (c.k_base ? " also from a bias" : "") +
+         (c.as_served ? ", as served" : "");
 }
 
 block::Layout LayoutOf(const KvCase& c, bool window16) {
   block::Config config;
-  config.layers = {window16 ? block::Config::LayerFormats{}
+  config.layers = {window16 ? block::Config::LayerFormats{c.window_format, c.window_format}
                             : block::Config::LayerFormats{c.k, c.v}};
+  config.k_offset = c.k_offset && (c.k_base || !window16);
   config.kv_heads = c.kv_heads;
   config.head_dim = c.head_dim;
   config.block_seq_len = kBlockTokens;
@@ -74,6 +80,7 @@ class Layer {
         bias_(devices, Normal(Row(), 1)),
         norm_(devices, Normal(static_cast<size_t>(c.head_dim), 2, 0.1f)),
         mean_(devices, Normal(static_cast<size_t>(c.kv_heads * c.head_dim), 3)),
+        base_(devices, Normal(static_cast<size_t>(c.kv_heads * c.head_dim), 5)),
         sinks_(devices, Normal(static_cast<size_t>(q_heads()), 4)),
         global_scales_(devices, std::vector<float>(static_cast<size_t>(c.kv_heads), 0.75f)),
         num_nonfinite_(devices, {0}),
@@ -143,6 +150,7 @@ class Layer {
   Both<float> bias_;
   Both<float> norm_;
   Both<float> mean_;
+  Both<float> base_;
   Both<float> sinks_;
   Both<float> global_scales_;
   Both<int64_t> num_nonfinite_;
@@ -208,6 +216,7 @@ WriteKvParams Layer::Write(int side) const {
           .rotate = case_.as_served,
           .search_scales = case_.as_served,
           .k_mean = case_.as_served ? mean_[side] : nullptr,
+          .k_base = case_.k_base ? base_[side] : nullptr,
           .q_dot_mean = case_.as_served ? dot_[side] : nullptr,
           .kv = View(side),
           .window16 = Window16View(side),
@@ -285,9 +294,9 @@ void Layer::Step(const std::vector<int>& counts) {
   CHECK(window16_.Same());
   CHECK(dense_.Same());
   CHECK(num_nonfinite_.Same());
-  const bool bfloat =
-      case_.dtype == DataType::kBFloat16 &&
-      (case_.window16 || case_.k == KvCacheMode::kNone || case_.v == KvCacheMode::kNone);
+  const bool bfloat = case_.dtype == DataType::kBFloat16 &&
+                      ((case_.window16 && case_.window_format == KvCacheMode::kNone) ||
+                       case_.k == KvCacheMode::kNone || case_.v == KvCacheMode::kNone);
   CHECK(RelativeError(out_, tokens * Width()) < (bfloat ? kMaxErrorBFloat : kMaxError));
 }
 
@@ -325,6 +334,55 @@ TEST_CASE("4-bit formats match the CPU with rotation, scale search, mean and 16-
   }
 }
 
+TEST_CASE("blocks with K offsets match the CPU, with windows in 16 bits and in int8") {
+  int i = 0;
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    for (const KvCacheMode window_format : {KvCacheMode::kNone, KvCacheMode::kInt8}) {
+      if (format == KvCacheMode::kNone) {
+        continue;
+      }
+      CheckCase({.k = format,
+                 .v = format,
+                 .dtype = i % 3 == 0 ? DataType::kFloat16 : DataType::kBFloat16,
+                 .head_dim = i % 4 == 1 ? 128 : 64,
+                 .window = i % 5 == 4 ? 100 : 0,
+                 .sinks = i % 2 == 0,
+                 .window16 = true,
+                 .window_format = window_format,
+                 .k_offset = true,
+                 .as_served = i % 3 != 2,
+                 .score_cap = i % 6 == 5 ? 0.5f : 0.f});
+      ++i;
+    }
+  }
+}
+
+TEST_CASE("K offsets from a bias match the CPU, with a window in int8 and without one") {
+  for (const KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kFp8E5m2}) {
+    for (const bool window16 : {false, true}) {
+      CheckCase({.k = format,
+                 .v = format,
+                 .window16 = window16,
+                 .window_format = KvCacheMode::kInt8,
+                 .k_offset = true,
+                 .k_base = true,
+                 .as_served = format == KvCacheMode::kFp4Nv});
+    }
+  }
+}
+
+TEST_CASE("an int8 window without K offsets matches the CPU") {
+  CheckCase({.k = KvCacheMode::kFp4Nv,
+             .v = KvCacheMode::kFp4Nv,
+             .window16 = true,
+             .window_format = KvCacheMode::kInt8});
+  CheckCase({.k = KvCacheMode::kFp8E4m3,
+             .v = KvCacheMode::kInt4,
+             .dtype = DataType::kFloat16,
+             .window16 = true,
+             .window_format = KvCacheMode::kInt8});
+}
+
 TEST_CASE("steps that quantize blocks are recorded and replayed") {
   Devices devices;
   // Three steps quantize blocks: two blocks at once, then one, then one.
@@ -333,6 +391,7 @@ TEST_CASE("steps that quantize blocks are recorded and replayed") {
                         .kv_heads = 1,
                         .group = 1,
                         .window16 = true,
+                        .k_offset = true,
                         .contexts = {143, 143, 142, 141}});
   layer.Step({143, 143, 142, 141});
   for (int i = 0; i < 6; ++i) {

@@ -165,6 +165,10 @@ std::vector<Setting> Settings() {
   mixed.config.kv_layers = {{KvCacheMode::kFp8E4m3, KvCacheMode::kFp4Mx},
                             {KvCacheMode::kInt8, KvCacheMode::kInt4}};
   settings.push_back(mixed);
+  Setting offsets = window16;
+  offsets.config.kv_quality.window_format = KvCacheMode::kInt8;
+  offsets.config.kv_quality.k_offset = true;
+  settings.push_back(offsets);
   const EngineConfig fp4 = testing::TinyEngineConfig(KvCacheMode::kFp4Mx);
   settings.push_back({testing::TinyGptOss(), fp4, kPacked});
   settings.push_back({testing::TinyQwenMoe(), fp4, {}, {3, 9}});
@@ -239,7 +243,9 @@ TEST_CASE("a deterministic engine gives a sequence the same bits in any batch an
     Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(format), kPacked};
     if (format == KvCacheMode::kFp4Nv) {
       setting.config.kv_quality.window16 = {64, 64};
-      setting.prompts = {210, 3, 21};  // blocks leave the 16-bit window
+      setting.config.kv_quality.window_format = KvCacheMode::kInt8;
+      setting.config.kv_quality.k_offset = true;
+      setting.prompts = {210, 3, 21};  // blocks leave the window
     }
     const CudaDeviceOptions options = {.deterministic = true};
     const auto requests = Requests(setting);

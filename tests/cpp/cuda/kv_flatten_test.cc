@@ -4,12 +4,14 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "cuda/kv_step.h"
 #include "kv/first_seen.h"
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/kv/codec.h"
+#include "turbomind/kv/k_offset.h"
 
 namespace turbomind::cuda::kv_step {
 namespace {
@@ -34,6 +36,8 @@ TEST_CASE("FlattenKV in FP32 has the CPU's bits") {
       for (bool window16 : {false, true}) {
         Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
         shape.contexts[1] = 2 * shape.block_seq_len;  // its last position ends a block
+        shape.k_offset = seed % 4 < 2;
+        shape.window_format = WindowFormat(formats, seed % 4 < 3);
         Step step(shape, seed);
         step.window16 = window16;
         step.tables[1] = -1;
@@ -67,7 +71,8 @@ TEST_CASE("FlattenKV in FP32 has the CPU's bits") {
   }
 }
 
-// Decode one position without g. Return zeros if its block is missing.
+// Decode one position, without the global scale unless it has a K offset. Return zeros if its block
+// is missing.
 std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpan& span, int t,
                            KvSide side, int head) {
   const int s = static_cast<int>(side);
@@ -77,23 +82,24 @@ std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpa
   if (block < 0) {
     return row;
   }
-  const int slot = t % view.block_seq_len;
-  const std::byte* meta = nullptr;
-  if (view.scale_bytes[s] > 0) {
-    meta = view.Scales(side, block, head) + slot * view.ScaleStride();
-  } else if (view.param_bytes[s] > 0) {
-    meta = view.Params(side, block, head) + slot * view.param_bytes[s];
-  }
+  const bool has_offset = side == KvSide::kK && view.HasKOffset();
+  const float* scales = view.global_scale[s];
+  const float global_scale = has_offset && scales != nullptr ? scales[head] : 1.f;
+  const KvRow from = view.Row(side, block, head, t % view.block_seq_len);
   DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
-    Codec<M>::DecodeRow(reinterpret_cast<const uint8_t*>(view.Payload(side, block, head) +
-                                                         slot * view.row_bytes[s]),
-                        reinterpret_cast<const uint8_t*>(meta), view.head_dim, view.dtype, 1.f,
+    Codec<M>::DecodeRow(from.payload, from.metadata, view.head_dim, view.dtype, global_scale,
                         row.data());
   });
+  if (has_offset) {
+    std::vector<float> offset(row.size());
+    const KvRow at = view.KOffset(block, head);
+    KOffsetCodec::DecodeRow(at.payload, at.metadata, view.head_dim, view.dtype, 1.f, offset.data());
+    std::transform(offset.begin(), offset.end(), row.begin(), row.begin(), std::plus<>());
+  }
   return row;
 }
 
-// `rounds` means that a BF16 cache is converted to FP16.
+// `rounds` means that a BF16 cache is converted to FP16, or that a K offset was added.
 bool IsExpected(uint16_t got, float want, KvCacheMode format, DataType dtype, bool rounds) {
   if (IsNan(want)) {
     return true;  // E4M3 has no NaN on a GPU without conversion instructions
@@ -114,6 +120,7 @@ TEST_CASE("flattened 16-bit rows hold the values without their scale g" *
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
       Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+      shape.k_offset = seed % 3 != 0;
       Step step(shape, seed);
       step.tables[static_cast<size_t>(2 * step.table_stride)] = -1;
       MakeScalesLegal(step);
@@ -152,7 +159,8 @@ TEST_CASE("flattened 16-bit rows hold the values without their scale g" *
             for (int d = 0; d < head_dim; ++d) {
               const KvCacheMode format = view.format[static_cast<int>(side)];
               const bool rounds =
-                  all_half && format == KvCacheMode::kNone && shape.dtype == DataType::kBFloat16;
+                  (side == KvSide::kK && view.HasKOffset()) ||
+                  (all_half && format == KvCacheMode::kNone && shape.dtype == DataType::kBFloat16);
               wrong += !IsExpected(got[static_cast<size_t>((head * kRows + row) * head_dim + d)],
                                    want[static_cast<size_t>(d)], format, shape.dtype, rounds);
             }

@@ -13,6 +13,7 @@
 
 #include "cuda/kv_step.h"
 #include "turbomind/backend/cuda/kv/kv_encode.cuh"
+#include "turbomind/kv/codec.h"
 
 namespace turbomind::cuda::kv_step {
 namespace {
@@ -180,6 +181,11 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
   }
   step.rotate = with.rotate;
   step.window16 = with.window16;
+  if ((with.window16 ? Window16ViewOf : ViewOf)(step, CpuPointers(step)).HasKOffset()) {
+    step.k_base = Normals(step.random, heads * n, 2.f);
+    step.block_cos = Normals(step.random, step.rope_cos.size());
+    step.block_sin = Normals(step.random, step.rope_sin.size());
+  }
   return step;
 }
 
@@ -191,6 +197,8 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
       for (int with = 0; with < 32; with += 1 + static_cast<int>(seed % 3)) {
         Shape shape = {.dtype = kTypes[seed % 2], .head_dim = head_dim};
         shape.formats = ListedPairs()[seed % ListedPairs().size()];
+        shape.window_format = WindowFormat(shape.formats, seed % 2 == 0);
+        shape.k_offset = shape.window_offset = seed % 5 < 3;
         CAPTURE(rope_dim);
         CAPTURE(with);
         CheckProcess(MakeStep(shape,
@@ -249,30 +257,80 @@ TEST_CASE("a recorded write can be replayed" * doctest::test_suite("small")) {
   CHECK(SameBytes(on_gpu.data.Read(), step.data));
 }
 
-TEST_CASE("blocks that leave the 16-bit window are quantized as on the CPU") {
+// Check that two blocks have the CPU's bytes after they leave the window.
+void CheckQuantization(Step step) {
+  CAPTURE(Describe(step.shape));
+  step.window16 = true;
+  step.blocks_to_quantize = {{3, 7}, {5, 2}};
+  const auto num_to_quantize = static_cast<int>(step.blocks_to_quantize.size());
+  step.blocks_to_quantize.resize(4);  // the added entries have no blocks
+  const Gpu gpu;
+  const GpuStep on_gpu(gpu, step);
+  const auto params = [&](const Pointers& p, int blocks_to_quantize) {
+    return QuantizeBlocksParams{ViewOf(step, p),      Window16ViewOf(step, p), step.search,
+                                p.blocks_to_quantize, blocks_to_quantize,      p.num_clipped};
+  };
+  CudaQuantizeBlocks(gpu.context, params(on_gpu.pointers(), 4));
+  Cpu().QuantizeBlocks(params(CpuPointers(step), num_to_quantize));
+  CHECK(SameBytes(on_gpu.data.Read(), step.data));
+  CHECK(SameBytes(on_gpu.scales.Read(), step.scales));
+  CHECK(SameBytes(on_gpu.window16_data.Read(), step.window16_data));
+  CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
+}
+
+// Write rows to the window whose keys have a large common part.
+void FillWindow(Step& step) {
+  const Shape& s = step.shape;
+  const KvLayerView view = step.window16_layout.LayerView(0, step.window16_data.data(), nullptr);
+  const auto n = static_cast<size_t>(s.head_dim);
+  const std::vector<float> common = Normals(step.random, n, 2.f);
+  for (int i = 0; i < 2 * kBlocks * s.kv_heads * s.block_seq_len; ++i) {
+    const auto side = static_cast<KvSide>(i % 2);
+    const int slot = i / 2 % s.block_seq_len;
+    const int head = i / 2 / s.block_seq_len % s.kv_heads;
+    std::vector<float> row = Normals(step.random, n);
+    for (size_t d = 0; d < n; ++d) {
+      row[d] = 0.25f * row[d] + (side == KvSide::kK ? common[d] : 0.f);
+    }
+    const KvRow to = view.Row(side, i / 2 / s.block_seq_len / s.kv_heads, head, slot);
+    DispatchFormat(s.window_format, [&]<KvCacheMode M>() {
+      Codec<M>::EncodeRow(row.data(), s.head_dim, s.dtype, 1.f, to.payload, to.metadata);
+    });
+  }
+}
+
+TEST_CASE("blocks that leave the window are quantized as on the CPU") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
-      Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
-      shape.global_scale = seed % 3 == 0 ? 0.3f : 1.f;
-      Step step(shape, seed);  // the 16-bit pool holds arbitrary bits
-      step.window16 = true;
-      step.blocks_to_quantize = {{3, 7}, {5, 2}};
-      const auto num_to_quantize = static_cast<int>(step.blocks_to_quantize.size());
-      step.blocks_to_quantize.resize(4);  // the added entries have no blocks
-      CAPTURE(Describe(shape));
-      const Gpu gpu;
-      const GpuStep on_gpu(gpu, step);
-      const auto params = [&](const Pointers& p, int blocks_to_quantize) {
-        return QuantizeBlocksParams{ViewOf(step, p),      Window16ViewOf(step, p), seed % 2 == 0,
-                                    p.blocks_to_quantize, blocks_to_quantize,      p.num_clipped};
-      };
-      CudaQuantizeBlocks(gpu.context, params(on_gpu.pointers(), 4));
-      Cpu().QuantizeBlocks(params(CpuPointers(step), num_to_quantize));
-      CHECK(SameBytes(on_gpu.data.Read(), step.data));
-      CHECK(SameBytes(on_gpu.scales.Read(), step.scales));
-      CHECK(SameBytes(on_gpu.window16_data.Read(), step.window16_data));
-      CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
+      for (bool k_offset : {false, true}) {
+        for (bool int8 : {false, true}) {
+          Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+          shape.global_scale = seed % 3 == 0 ? 0.3f : 1.f;
+          shape.k_offset = k_offset;
+          shape.window_offset = seed % 4 < 2;
+          shape.window_format = WindowFormat(formats, int8);
+          Step step(shape, seed);  // the window holds arbitrary bits
+          step.search = seed % 2 == 0;
+          if (seed % 5 < 3) {
+            FillWindow(step);
+          }
+          CheckQuantization(std::move(step));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("the sum of a block's keys is in the order of slots" * doctest::test_suite("small")) {
+  for (int block_seq_len : {16, 64}) {
+    for (bool int8 : {false, true}) {
+      Shape shape = {.dtype = DataType::kFloat16, .block_seq_len = block_seq_len};
+      shape.k_offset = true;
+      shape.window_format = WindowFormat(shape.formats, int8);
+      Step step(shape, 1);
+      FillWindow(step);
+      CheckQuantization(std::move(step));
     }
   }
 }

@@ -55,22 +55,54 @@ struct Shape {
   std::vector<int> new_tokens = {1, 2, 1};
   int num_decode = 1;
   float global_scale = 0.75f;
+  bool k_offset = false;
+  bool window_offset = false;
+  KvCacheMode window_format = KvCacheMode::kNone;
 };
 
 inline std::string Describe(const Shape& s) {
   return std::string(ToString(s.formats.k)) + " / " + ToString(s.formats.v) + ", " +
          ToString(s.dtype) + ", head_dim " + std::to_string(s.head_dim) + ", global scale " +
-         std::to_string(s.global_scale);
+         std::to_string(s.global_scale) + (s.k_offset ? ", K offset" : "") + ", window in " +
+         ToString(s.window_format);
 }
 
-inline block::Layout LayoutOf(const Shape& s, FormatPair formats) {
+// Returns the window's format for a layer. 16-bit keys keep 16 bits.
+inline KvCacheMode WindowFormat(const FormatPair& formats, bool int8) {
+  return int8 && formats.k != KvCacheMode::kNone ? KvCacheMode::kInt8 : KvCacheMode::kNone;
+}
+
+inline block::Layout LayoutOf(const Shape& s, FormatPair formats, bool k_offset) {
   block::Config config;
   config.layers = {{formats.k, formats.v}};
   config.kv_heads = s.kv_heads;
   config.head_dim = s.head_dim;
   config.block_seq_len = s.block_seq_len;
   config.dtype = s.dtype;
+  config.k_offset = k_offset;
   return block::Layout(config);
+}
+
+// Makes (scale, zero) of a row finite and smaller than 2.
+inline void MakeFinite(uint8_t* params) {
+  params[1] &= 0xbf;
+  params[3] &= 0xbf;
+}
+
+// Makes (scale, zero) of all K offsets and, in an int8 window, of all rows finite.
+inline void MakeFinite(const block::Layout& layout, bool rows, std::vector<std::byte>* pool) {
+  const KvLayerView view = layout.LayerView(0, pool->data(), nullptr);
+  for (int i = 0; i < kBlocks * view.kv_heads; ++i) {
+    const int block = i / view.kv_heads;
+    const int head = i % view.kv_heads;
+    if (view.HasKOffset()) {
+      MakeFinite(view.KOffset(block, head).metadata);
+    }
+    for (int slot = 0; rows && slot < view.block_seq_len; ++slot) {
+      MakeFinite(view.Row(KvSide::kK, block, head, slot).metadata);
+      MakeFinite(view.Row(KvSide::kV, block, head, slot).metadata);
+    }
+  }
 }
 
 // Everything that an op accesses, in vectors. The pools hold random bytes.
@@ -97,6 +129,9 @@ struct Step {
   std::vector<float> rope_cos;
   std::vector<float> rope_sin;
   std::vector<float> k_mean;
+  std::vector<float> k_base;
+  std::vector<float> block_cos;
+  std::vector<float> block_sin;
   std::vector<float> q_dot_mean;
   std::vector<int64_t> num_nonfinite = {5};
   std::vector<int64_t> num_clipped = {7};
@@ -121,8 +156,8 @@ inline std::vector<float> Normals(std::mt19937& random, size_t count, float mean
 
 inline Step::Step(const Shape& s, unsigned seed)
     : shape(s),
-      layout(LayoutOf(s, s.formats)),
-      window16_layout(LayoutOf(s, {KvCacheMode::kNone, KvCacheMode::kNone})),
+      layout(LayoutOf(s, s.formats, s.k_offset)),
+      window16_layout(LayoutOf(s, {s.window_format, s.window_format}, s.window_offset)),
       data(static_cast<size_t>(kBlocks * layout.block_bytes())),
       scales(static_cast<size_t>(kBlocks * layout.scale_block_bytes())),
       window16_data(static_cast<size_t>(kBlocks * window16_layout.block_bytes())),
@@ -130,6 +165,8 @@ inline Step::Step(const Shape& s, unsigned seed)
   for (std::vector<std::byte>* pool : {&data, &scales, &window16_data}) {
     std::generate(pool->begin(), pool->end(), [&] { return std::byte(random() % 256); });
   }
+  MakeFinite(layout, false, &data);
+  MakeFinite(window16_layout, s.window_format == KvCacheMode::kInt8, &window16_data);
   for (int side = 0; side < 2; ++side) {
     for (int head = 0; head < s.kv_heads; ++head) {
       global_scale[side].push_back(s.global_scale * static_cast<float>(1 + head + side));
@@ -177,6 +214,9 @@ struct Pointers {
   const float* rope_cos;
   const float* rope_sin;
   const float* k_mean;
+  const float* k_base;
+  const float* block_cos;
+  const float* block_sin;
   float* q_dot_mean;
   int64_t* num_nonfinite;
   int64_t* num_clipped;
@@ -205,6 +245,9 @@ inline Pointers CpuPointers(Step& s) {
           OrNull(s.rope_cos),
           OrNull(s.rope_sin),
           OrNull(s.k_mean),
+          OrNull(s.k_base),
+          OrNull(s.block_cos),
+          OrNull(s.block_sin),
           OrNull(s.q_dot_mean),
           OrNull(s.num_nonfinite),
           OrNull(s.num_clipped),
@@ -230,6 +273,9 @@ struct GpuStep {
         rope_cos(gpu.stream(), s.rope_cos),
         rope_sin(gpu.stream(), s.rope_sin),
         k_mean(gpu.stream(), s.k_mean),
+        k_base(gpu.stream(), s.k_base),
+        block_cos(gpu.stream(), s.block_cos),
+        block_sin(gpu.stream(), s.block_sin),
         q_dot_mean(gpu.stream(), s.q_dot_mean),
         num_nonfinite(gpu.stream(), s.num_nonfinite),
         num_clipped(gpu.stream(), s.num_clipped),
@@ -251,6 +297,9 @@ struct GpuStep {
             rope_cos.data(),
             rope_sin.data(),
             k_mean.data(),
+            k_base.data(),
+            block_cos.data(),
+            block_sin.data(),
             q_dot_mean.data(),
             num_nonfinite.data(),
             num_clipped.data(),
@@ -259,7 +308,8 @@ struct GpuStep {
   GpuArray<std::byte> data, scales, window16_data;
   GpuArray<float> g0, g1;
   GpuArray<int32_t> cu_seqlens, contexts, positions, tables, window16_tables;
-  GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, q_dot_mean;
+  GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, k_base, block_cos,
+      block_sin, q_dot_mean;
   GpuArray<int64_t> num_nonfinite, num_clipped;
   GpuArray<PendingQuantization> blocks_to_quantize;
 };
@@ -307,6 +357,9 @@ inline WriteKvParams ProcessParams(const Step& s, const Pointers& p) {
   params.rotate = s.rotate;
   params.search_scales = s.search;
   params.k_mean = p.k_mean;
+  params.k_base = p.k_base;
+  params.block_cos = p.block_cos;
+  params.block_sin = p.block_sin;
   params.q_dot_mean = p.q_dot_mean;
   params.kv = ViewOf(s, p);
   params.window16 = Window16ViewOf(s, p);

@@ -97,6 +97,29 @@ TEST_CASE("every query sees its own 16-bit window") {
   }
 }
 
+TEST_CASE("prefill adds K offsets and reads int8 windows") {
+  constexpr int kDims[] = {64, 80, 96, 128, 256};
+  int i = 0;
+  for (const FormatPair& pair : ListedPairs()) {
+    if (pair.k == kNone) {
+      continue;
+    }
+    for (KvCacheMode window_format : {kNone, kInt8}) {
+      Case c = MakeCase(pair, kDims[i % 5], i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16);
+      c.shape.k_offset = i % 4 != 3;
+      c.shape.block_seq_len = 16 << (i % 4);
+      c.shape.context = 250;
+      c.window16 = i % 3 == 2 ? PrecisionWindowTokens{} : PrecisionWindowTokens{64, 64};
+      c.window_format = window_format;
+      Batch b;
+      b.chunks = {{210, 250}, {0, 21}};
+      b.num_sms = i % 2 == 0 ? kManySms : 1;
+      CheckBatch(c, b);
+      ++i;
+    }
+  }
+}
+
 // A rule that is off by one block must increase the error.
 TEST_CASE("a wrong window rule is detected") {
   Case c = MakeCase({kInt4, kInt4}, 64);

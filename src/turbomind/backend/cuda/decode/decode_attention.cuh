@@ -10,8 +10,8 @@
 //
 // Bytes moved: every byte of payload, parameters and scales of the range, once per KV head and
 // kHeads query heads, 16 bytes at a time. Bound: memory, with at most about 3 instructions per FP4
-// element. Whatever is the same for all tiles is computed once
-// (StageView).
+// element. Whatever is the same for all tiles is computed once (StageView). The scores of a tile
+// start at q · the K offset of its block (decode_query.cuh).
 //
 // Matrix products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads
 // (mma.m16n8k16). A dequantized value serves all heads of the block. Dimensions may be permuted as
@@ -26,6 +26,7 @@
 #include <type_traits>
 
 #include "turbomind/backend/cuda/decode/decode_load.cuh"
+#include "turbomind/backend/cuda/decode/decode_query.cuh"
 #include "turbomind/backend/cuda/decode/decode_shape.cuh"
 #include "turbomind/backend/cuda/kv/fragments.cuh"
 
@@ -34,48 +35,6 @@ namespace turbomind::cuda {
 template <class C>
 TM_DEVICE IntParam LoadParam(const char* from) {
   return IntParamOf<C::kType>(LoadShared<uint32_t>(from));
-}
-
-// The queries of a head tile as operand B of the key products, in the keys' order of dimensions,
-// and the sum of each head's rounded values.
-template <class C>
-struct Query {
-  uint32_t b[C::kSteps][2];
-  float sum[2];  // of the heads 2 t and 2 t + 1, for integer keys
-};
-
-// Load the queries of the heads from `first` on, relative to the block's first head.
-template <class C>
-TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) {
-  using F = Fragments<C::kKeyFormat, C::kType>;
-  using Shape = typename C::KeyShape;
-  constexpr int kPairs = F::kDims / 2;  // pairs per word
-  const int head = first + task.at.g;
-  const bool real = head < task.num_heads;
-  const float* q = task.params.q + task.item.sequence * task.params.q_stride +
-                   static_cast<int64_t>(task.first_head + (real ? head : 0)) * C::kHeadDim;
-  float sum = 0.f;
-#pragma unroll
-  for (int pair = 0; pair < 2 * C::kSteps; ++pair) {
-    const int word = Shape::KeyWord(task.at.t, pair / kPairs);
-    const int dim = word * F::kDims;
-    float x[2] = {0.f, 0.f};
-    if (real && word < Shape::kRowWords && pair / kPairs < Shape::kKeyWords) {
-      x[0] = LoadGlobal(q + dim + F::Low(pair % kPairs));
-      x[1] = LoadGlobal(q + dim + F::High(pair % kPairs));
-    }
-    const uint32_t packed = F::kBFloat ? PackBFloat2(x[0], x[1]) : PackFiniteHalf2(x[0], x[1]);
-    query->b[pair / 2][pair % 2] = packed;
-    if constexpr (IsInteger(C::kKeyFormat)) {
-      sum += LowHalf(packed) + HighHalf(packed);
-    }
-  }
-  if constexpr (IsInteger(C::kKeyFormat)) {
-    sum += ShuffleXor(sum, 1);
-    sum += ShuffleXor(sum, 2);  // the sum of head g, in its four lanes
-    query->sum[0] = ShuffleTo(sum, 8 * task.at.t);
-    query->sum[1] = ShuffleTo(sum, 8 * task.at.t + 4);
-  }
 }
 
 // Expand the lane's words i ... of a key row to pairs of dimensions, times their scales. Words past
@@ -129,8 +88,8 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::k
 #pragma unroll
   for (int n = 0; n < C::kHeadTiles; ++n) {
 #pragma unroll
-    for (float& score : scores[n][sub_tile]) {
-      score = 0.f;
+    for (int i = 0; i < 4; ++i) {
+      scores[n][sub_tile][i] = IsInteger(C::kKeyFormat) ? 0.f : query[n].shift[i % C::kShiftValues];
     }
   }
 #pragma unroll
@@ -160,7 +119,7 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::k
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& score = scores[n][sub_tile][2 * x + h];
-          score = score * param.scale + query[n].sum[h] * param.zero;
+          score = score * param.scale + (query[n].sum[h] * param.zero + query[n].shift[h]);
         }
       }
     }
@@ -398,7 +357,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   const int shift = CountZeros(p.kv.block_seq_len);
   const TileSources sources =
       FindSources<C>(p.kv, task.kv_head, C::kWholeBlocks ? start & mask : 0, task.at.lane);
-  const StageView view = ViewStages<C>(task.at, task.ring);
+  const StageView view = ViewStages<C>(task.at, task.ring, task.shifts);
   const int32_t* table = KeepGlobal(p.block_tables + task.item.sequence * p.block_table_stride);
   const auto place_of = [&](int position) {
     return TilePlace{LoadGlobal(table + (position >> shift)), position & mask};
@@ -429,6 +388,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   const float scale = p.score_cap != 0.f ? 1.f : score_scale;
   int stage = 0;
   int free = kAhead * C::kStageBytes;
+  int shift_row = 0;  // offset of the tile's shifts
 #pragma unroll 1
   for (; left > 0; left -= kTurn) {
     WaitForCopies<C::kStages - 2>();
@@ -437,10 +397,18 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
       LoadTile<C>(sources, task.at.lane, next, view, free);
     }
     CommitCopies();
+    if (C::kHasShifts && shift_row == 0) {
+      const int row = task.at.g * kTurn;  // in positions
+      const int position = ahead - kAhead * kTurn + (row < left ? row : left - 1);
+      FillShifts<C>(task, query, LoadGlobal(table + (position >> shift)), view.shift);
+      SyncWarp();
+    }
     ahead += kTurn;
     if (left > C::kStages * kTurn) {
       next = place_of(ahead);
     }
+    LoadShifts<C>(view.shift + shift_row, query);
+    shift_row = (shift_row + C::kShiftRowBytes) & (kShiftRows * C::kShiftRowBytes - 1);
     TileScores<C> scores;
 #pragma unroll
     for (int u = 0; u < C::kSubTiles; ++u) {
@@ -546,6 +514,7 @@ __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
                               kv_head * group + first,
                               group - first < C::kHeads ? group - first : C::kHeads,
                               SharedMemory() + warp * C::kRingBytes,
+                              SharedMemory() + C::kWarps * C::kRingBytes + warp * C::kShiftBytes,
                               {lane, warp, lane >> 2, lane & 3}};
   WarpState<C> state = {};
 #pragma unroll

@@ -63,10 +63,11 @@ struct StageView {
   char* key_meta;     // scales or parameters of that piece
   char* value;        // its first piece of row 2 t; that of row 2 t + 1 follows at kOddRow
   char* value_meta;
+  char* shift;  // the shifts of its heads in row 0 (decode_query.cuh)
 };
 
 template <class C>
-TM_DEVICE StageView ViewStages(const Lane& at, char* ring) {
+TM_DEVICE StageView ViewStages(const Lane& at, char* ring, char* shifts) {
   using KeyShape = typename C::KeyShape;
   using ValueShape = typename C::ValueShape;
   StageView view = {};
@@ -88,6 +89,9 @@ TM_DEVICE StageView ViewStages(const Lane& at, char* ring) {
                                  KeyShape::kScaleBytes + ValueShape::ValueWordDim(at.g, 0) / 16);
   } else if constexpr (ValueShape::kParamBytes > 0) {
     view.value_meta = KeepShared(ring + C::kValueParamsAt + 8 * at.t);
+  }
+  if constexpr (C::kHasShifts) {
+    view.shift = KeepShared(shifts + 4 * C::kShiftValues * at.t);
   }
   return view;
 }

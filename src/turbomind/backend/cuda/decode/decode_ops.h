@@ -67,7 +67,7 @@ class DecodePlanner {
 // step.
 //
 // A block of a kernel reads one item for up to 8 or 16 query heads of a KV head. The items of the
-// 16-bit window use the kernel of the 16-bit format with the 16-bit pool. CombineKernel merges the
+// window use the kernel of the window's format with its pool. CombineKernel merges the
 // results. Matrix products have 16-bit operands and FP32 sums, whatever params.exact says. The
 // split of positions depends on the batch, and so do a row's bits. A deterministic device uses
 // CudaPrefillAttention for all sequences instead.

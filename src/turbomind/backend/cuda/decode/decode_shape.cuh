@@ -34,6 +34,7 @@ struct DecodeParams {
 inline constexpr int kDecodeWarps = 4;  // per block, unless its ring is too large
 inline constexpr int kHeadTile = 8;     // query heads per matrix product
 inline constexpr int kMaxBlockTokens = 128;
+inline constexpr int kShiftRows = 8;  // tiles of a warp whose K offsets are read together
 inline constexpr float kMinRowMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
@@ -128,10 +129,16 @@ struct DecodeConfig {
   static constexpr int kValueParamsAt = kKeyParamsAt + kTokens * KeyShape::kParamBytes;
   static constexpr int kStageBytes = kValueParamsAt + kTokens * ValueShape::kParamBytes;
   static constexpr int kRingBytes = kStageBytes * kStageCount;
+  // Keys in 16 bits have no offsets.
+  static constexpr bool kHasShifts = K != KvCacheMode::kNone;
+  static constexpr int kShiftValues = IsInteger(K) ? 2 : 4;  // of a lane and a head tile
+  static constexpr int kShiftTileBytes = 4 * 4 * kShiftValues;
+  static constexpr int kShiftRowBytes = kHeadTiles * kShiftTileBytes;
+  static constexpr int kShiftBytes = kHasShifts ? kShiftRows * kShiftRowBytes : 0;
+  static constexpr int kReadBytes = kWarps * (kRingBytes + kShiftBytes);
   static constexpr int kMergeStride = D + 4;  // floats per head when warps are merged
   static constexpr int kMergeBytes = kWarps * kHeads * (kMergeStride + 2) * 4;
-  static constexpr int kSharedBytes =
-      kWarps * kRingBytes > kMergeBytes ? kWarps* kRingBytes : kMergeBytes;
+  static constexpr int kSharedBytes = kReadBytes > kMergeBytes ? kReadBytes : kMergeBytes;
   // Blocks per SM for which the registers must suffice.
   static constexpr int kBlocksPerSm =
       D <= 128 && kSharedBytes <= kQuarterOfSm && kHeadTiles == 1 ? 4 : 2;
@@ -155,7 +162,8 @@ struct DecodeTask {
   int kv_head;
   int first_head;  // query head of the layer
   int num_heads;
-  char* ring;  // the warp's ring in shared memory
+  char* ring;    // the warp's ring in shared memory
+  char* shifts;  // the warp's shifts of kShiftRows tiles
   Lane at;
 };
 

@@ -15,12 +15,12 @@ struct TileShape {
   int warps = kDecodeWarps;
 };
 
-// Choose the tile for positions of `bytes` each, metadata included. An SM of 228 KiB then holds
-// four or two blocks, never three: with three, plans would fill one and a third waves
-// (kSlotsPerSm).
-constexpr TileShape ChooseTile(int bytes, int head_dim) {
+// Choose the tile for positions of `bytes` each, metadata included, and `shift_bytes` per warp. An
+// SM of 228 KiB then holds four or two blocks, never three: with three, plans would fill one and a
+// third waves (kSlotsPerSm).
+constexpr TileShape ChooseTile(int bytes, int shift_bytes, int head_dim) {
   const auto fits = [&](TileShape shape, int limit) {
-    return shape.warps * shape.stages * shape.tokens * bytes <= limit;
+    return shape.warps * (shape.stages * shape.tokens * bytes + shift_bytes) <= limit;
   };
   for (const TileShape shape : {TileShape{32, 3}, TileShape{16, 3}}) {
     if (head_dim <= 128 && fits(shape, kQuarterOfSm)) {
@@ -53,7 +53,7 @@ inline constexpr bool kPairsHeadTiles =
 template <KvCacheMode K, KvCacheMode V, DataType T, int D>
 DecodeVariant MakeVariant(const DecodeFormat& format) {
   using One = DecodeConfig<K, V, T, D, 16, 1>;
-  constexpr TileShape kTile = ChooseTile(One::kStageBytes / 16, D);
+  constexpr TileShape kTile = ChooseTile(One::kStageBytes / 16, One::kShiftBytes, D);
   constexpr int kSmallStages = kTile.tokens == 16 ? kTile.stages : 3;
   const auto with_heads = [&]<int kHeadTiles>() {
     if (format.small_blocks) {

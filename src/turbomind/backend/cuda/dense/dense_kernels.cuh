@@ -21,6 +21,7 @@ struct RopeParams {
   int64_t num_values = 0;              // num_tokens * half
   int half = 0;
   float attention_factor = 1.f;
+  int block_seq_len = 0;  // as in FillRopeParams
 };
 
 inline constexpr int kRopeThreads = 128;
@@ -32,7 +33,10 @@ __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
     return;
   }
   const int i = static_cast<int>(at % p.half);
-  const int position = LoadGlobal(p.positions + at / p.half);
+  int position = LoadGlobal(p.positions + at / p.half);
+  if (p.block_seq_len > 0) {
+    position = position / p.block_seq_len * p.block_seq_len + p.block_seq_len / 2;
+  }
   const float frequency = LoadGlobal(p.inv_freq + i);
   float sin;
   float cos;

@@ -33,7 +33,8 @@ void CudaFillRope(const Context& ctx, const FillRopeParams& params) {
                            .sin = params.sin,
                            .num_values = int64_t{params.num_tokens} * half,
                            .half = half,
-                           .attention_factor = table.attention_factor()};
+                           .attention_factor = table.attention_factor(),
+                           .block_seq_len = params.block_seq_len};
   const LaunchShape shape = {.grid_x = CeilDiv(rope.num_values, kRopeThreads),
                              .threads = kRopeThreads};
   Launch(FillRopeKernel, shape, ctx.stream, rope);

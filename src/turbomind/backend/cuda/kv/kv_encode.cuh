@@ -44,6 +44,9 @@ TM_DEVICE uint32_t SignBit(float x) { return FloatBits(x) & 0x80000000u; }
 // Return x with the sign of `sign`. REQUIRES: x >= 0.
 TM_DEVICE float WithSign(float x, float sign) { return BitsFloat(FloatBits(x) | SignBit(sign)); }
 
+// Return x + y, or x if it is NaN. A GPU's sum of NaN loses its sign, which FP4 stores.
+TM_DEVICE float AddToNumber(float x, float y) { return IsNan(x) ? x : x + y; }
+
 template <DataType T>
 TM_DEVICE void Unpack(LaneValues& to) {
   to.top = 0;

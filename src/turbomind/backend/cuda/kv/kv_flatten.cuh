@@ -8,59 +8,9 @@
 
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/backend/cuda/kv/kv_write.cuh"
+#include "turbomind/backend/cuda/kv/row_reader.cuh"
 
 namespace turbomind::cuda {
-
-// A lane's eight values as stored, and the row's metadata.
-template <KvCacheMode M>
-struct StoredLane {
-  static constexpr int kBits = Codec<M>::kBits;
-  Words<kBits> payload;
-  uint32_t meta;  // the group's scale byte, or (scale, zero)
-};
-
-template <KvCacheMode M>
-TM_DEVICE StoredLane<M> LoadLane(const RowTarget& from, int lane) {
-  StoredLane<M> out;
-  out.payload = LoadGlobal(reinterpret_cast<const Words<StoredLane<M>::kBits>*>(
-      from.payload + lane * StoredLane<M>::kBits));
-  out.meta = 0;
-  if constexpr (IsFp4(M)) {
-    out.meta = LoadGlobal(reinterpret_cast<const uint8_t*>(from.meta) + lane / 2);
-  } else if constexpr (IsInteger(M)) {
-    out.meta = LoadGlobal(reinterpret_cast<const uint32_t*>(from.meta));
-  }
-  return out;
-}
-
-template <KvCacheMode M>
-TM_DEVICE uint32_t CodeOf(const StoredLane<M>& x, int i) {
-  constexpr int kBits = StoredLane<M>::kBits;
-  return x.payload.v[i * kBits / 32] >> (i * kBits % 32) & ((1u << kBits) - 1);
-}
-
-// Return code * scale + zero.
-template <DataType T, KvCacheMode M>
-TM_DEVICE float IntValue(const StoredLane<M>& x, int i) {
-  const IntParam param = IntParamOf<T>(x.meta);
-  return MulRounded(static_cast<float>(CodeOf(x, i)), param.scale) + param.zero;
-}
-
-// Codec<M>::DecodeRow for one value.
-template <DataType T, KvCacheMode M>
-TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float global_scale) {
-  if constexpr (IsInteger(M)) {
-    return IntValue<T>(x, i);
-  } else {
-    const auto code = static_cast<uint16_t>(CodeOf(x, i));
-    if constexpr (M == KvCacheMode::kNone) {
-      return ToFloat<T>(code);
-    } else {
-      return Codec<M>::Value(static_cast<uint8_t>(code), static_cast<uint8_t>(x.meta),
-                             global_scale);
-    }
-  }
-}
 
 // Decode to 16-bit pairs, as FlattenHalfParams specifies.
 template <DataType T, KvCacheMode M>
@@ -106,6 +56,33 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   return out;
 }
 
+// Add the block's K offset to the values of a row and round the sums to FP16 pairs.
+template <DataType T, KvCacheMode M>
+TM_DEVICE Words<16> DecodeHalvesWithOffset(const StoredLane<M>& x, float global_scale,
+                                           const OffsetLane& offset) {
+  float sum[kLaneValues];
+  if constexpr (IsInteger(M)) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      sum[i] = IntValue<T>(x, i);
+    }
+  } else {
+    const Words<16> halves = DecodeHalves<T>(x, true);  // exact for FP4 and FP8
+#pragma unroll
+    for (int p = 0; p < kLaneValues / 2; ++p) {
+      sum[2 * p] = LowHalf(halves.v[p]) * global_scale;
+      sum[2 * p + 1] = HighHalf(halves.v[p]) * global_scale;
+    }
+  }
+  Words<16> out;
+#pragma unroll
+  for (int p = 0; p < kLaneValues / 2; ++p) {
+    out.v[p] = PackFiniteHalf2(sum[2 * p] + IntValue<T>(offset, 2 * p),
+                               sum[2 * p + 1] + IntValue<T>(offset, 2 * p + 1));
+  }
+  return out;
+}
+
 // Grid: (rows of [num_seqs, kv_heads, max_len] / rows per block, side).
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p) {
@@ -131,7 +108,8 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
   float x[kLaneValues] = {};
   if (block >= 0) {
     const int slot = position - (index << shift);
-    const RowTarget from = TargetOf(window16 ? p.window16 : p.kv, side, block, head, slot);
+    const KvLayerView& kv = window16 ? p.window16 : p.kv;
+    const RowTarget from = TargetOf(kv, side, block, head, slot);
     DispatchFormat(from.format, [&]<KvCacheMode M>() {
       const StoredLane<M> stored = LoadLane<M>(from, at.lane);
 #pragma unroll
@@ -139,6 +117,13 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
         x[i] = DecodeValue<T>(stored, i, from.global_scale);
       }
     });
+    if (side == KvSide::kK && kv.HasKOffset()) {
+      const OffsetLane offset = LoadOffset(kv, block, head, at.lane);
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) {
+        x[i] += IntValue<T>(offset, i);
+      }
+    }
   }
   StoreFloats((side == KvSide::kK ? p.k : p.v) + row * p.kv.head_dim + at.first(), x);
 }
@@ -164,9 +149,10 @@ TM_DEVICE int SpanOf(const FlattenHalfParams& p, int64_t row) {
   return low;
 }
 
-// Find the rows [first, first + kFlattenRows) of a side. A row without a block gets a null payload.
+// Find the rows [first, first + kFlattenRows) of a side and their blocks. A row without a block
+// gets a null payload.
 TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
-                        RowTarget (&from)[kFlattenRows]) {
+                        RowTarget (&from)[kFlattenRows], int32_t (&blocks)[kFlattenRows]) {
   const int shift = CountZeros(p.kv.block_seq_len);
   const int head = BlockIndexY() >> 1;
   int span = first < p.num_rows ? SpanOf(p, first) : 0;
@@ -174,6 +160,7 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
   for (int i = 0; i < kFlattenRows; ++i) {
     const int64_t row = first + i;
     from[i] = {side == KvSide::kK ? p.kv.format[0] : p.kv.format[1], nullptr, nullptr, 1.f};
+    blocks[i] = -1;
     if (row >= p.num_rows) {
       continue;
     }
@@ -182,10 +169,10 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
     }
     const FlattenSpan& at = p.spans[span];
     const int position = at.begin + static_cast<int>(row - at.row);
-    const int32_t block =
+    blocks[i] =
         LoadGlobal(p.block_tables + at.sequence * p.block_table_stride + (position >> shift));
-    if (block >= 0) {
-      from[i] = TargetOf(p.kv, side, block, head, position - (position >> shift << shift));
+    if (blocks[i] >= 0) {
+      from[i] = TargetOf(p.kv, side, blocks[i], head, position - (position >> shift << shift));
     }
   }
 }
@@ -202,7 +189,9 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
   const int64_t first = static_cast<int64_t>(BlockIndexX()) * FlattenRowsOfBlock(kRowLanes) +
                         ThreadIndexX() / kRowLanes * kFlattenRows;
   RowTarget from[kFlattenRows];
-  FindRows(p, side, first, from);
+  int32_t blocks[kFlattenRows];
+  FindRows(p, side, first, from, blocks);
+  const int head = BlockIndexY() >> 1;
   Words<16> out[kFlattenRows];
   DispatchFormat(from[0].format, [&]<KvCacheMode M>() {
     StoredLane<M> stored[kFlattenRows];
@@ -212,14 +201,21 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
         stored[i] = LoadLane<M>(from[i], at.lane);
       }
     }
+    const bool has_offset = side == KvSide::kK && p.kv.HasKOffset();
 #pragma unroll
     for (int i = 0; i < kFlattenRows; ++i) {
-      out[i] = from[i].payload != nullptr ? DecodeHalves<T>(stored[i], p.all_half) : Words<16>{};
+      if (from[i].payload == nullptr) {
+        out[i] = {};
+      } else if (has_offset) {
+        const OffsetLane offset = LoadOffset(p.kv, blocks[i], head, at.lane);
+        out[i] = DecodeHalvesWithOffset<T>(stored[i], from[i].global_scale, offset);
+      } else {
+        out[i] = DecodeHalves<T>(stored[i], p.all_half);
+      }
     }
   });
-  const int64_t head = BlockIndexY() >> 1;
-  uint16_t* to =
-      (side == KvSide::kK ? p.k : p.v) + (head * p.num_rows + first) * p.kv.head_dim + at.first();
+  uint16_t* to = (side == KvSide::kK ? p.k : p.v) +
+                 (int64_t{head} * p.num_rows + first) * p.kv.head_dim + at.first();
 #pragma unroll
   for (int i = 0; i < kFlattenRows; ++i) {
     if (first + i < p.num_rows) {

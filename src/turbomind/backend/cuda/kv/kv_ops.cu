@@ -3,6 +3,7 @@
 
 #include "turbomind/backend/cuda/kv/kv_flatten.cuh"
 #include "turbomind/backend/cuda/kv/kv_ops.h"
+#include "turbomind/backend/cuda/kv/kv_quantize.cuh"
 #include "turbomind/backend/cuda/kv/kv_write.cuh"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
@@ -61,6 +62,13 @@ void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& para
   DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
     const int64_t rows =
         static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads * params.kv.block_seq_len;
+    if (params.kv.HasKOffset()) {
+      const int64_t offsets = static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads;
+      Launch(
+          StoreKOffsetsKernel<kRowLanes, T>,
+          {.grid_x = CeilDiv(offsets, int64_t{RowsOfBlock(kRowLanes)}), .threads = kWriteThreads},
+          context.stream, params);
+    }
     QuantizeLaunch launch;
     launch.op = params;
     launch.side_blocks = static_cast<int>(CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}));

@@ -57,8 +57,8 @@ struct FlattenSpan {
 };
 
 // Flattens one view of the cache into dense 16-bit rows for prefill. Prefill launches it once for
-// the layer's pool. With a 16-bit window it launches it once more for the 16-bit pool, with other
-// spans and another output.
+// the layer's pool. With a window it launches it once more for the window's pool, with other spans
+// and another output.
 //
 // Format none: as stored (FP16 or BF16), unless all_half. All other formats give FP16:
 //   FP4        E2M1 * scale, exact
@@ -67,6 +67,9 @@ struct FlattenSpan {
 // FP4 and FP8 values are without the global scale. The reader applies it: in the softmax scale of
 // the scores (K), and in the weights or the output (V), as AttentionParams specifies. A position
 // whose block is -1 gives zeros.
+//
+// Keys with a K offset are different: the global scale is applied, the offset is added in FP32, and
+// the sum is rounded once to FP16, at most 65504 in magnitude.
 struct FlattenHalfParams {
   uint16_t* k = nullptr;  // [kv_heads, num_rows, head_dim], 16-byte aligned
   uint16_t* v = nullptr;  // same
@@ -74,7 +77,7 @@ struct FlattenHalfParams {
   // At least one span. Their output rows are consecutive: 0, then the row after the previous span.
   FlattenSpan spans[kMaxFlattenSpans] = {};
   int num_spans = 0;
-  KvLayerView kv;                         // the layer's pool or the 16-bit one
+  KvLayerView kv;                         // the layer's pool or the window
   const int32_t* block_tables = nullptr;  // of that pool: [sequences, block_table_stride]
   int64_t block_table_stride = 0;
   bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in magnitude

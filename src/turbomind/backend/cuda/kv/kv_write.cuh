@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ WriteKv and QuantizeBlocks on a GPU. A run of 8, 16 or 32 lanes keeps one row (one head of
+// ⑥ WriteKv on a GPU. A run of 8, 16 or 32 lanes keeps one row (one head of
 // one token) in registers from the first load to the stored codes. Sums are in the same order as on
 // the CPU.
 
@@ -94,11 +94,13 @@ struct ProcessRow {
   TM_DEVICE void AddBias();
   // `bias` is what the row in memory still lacks, or null.
   TM_DEVICE void Norm(const float* weight, const float* bias);
-  TM_DEVICE void Rotate();  // RoPE
-  TM_DEVICE void Scale();   // by the temperature of its position
+  TM_DEVICE void Rotate(const float* all_cosines, const float* all_sines);  // RoPE
+  TM_DEVICE void Scale();  // by the temperature of its position
   TM_DEVICE void SubtractMean();
   TM_DEVICE void DotMean();
   TM_DEVICE void Hadamard();
+  template <DataType T>
+  TM_DEVICE void SubtractOffset();
   TM_DEVICE void Store() {
     if (at.active()) {
       StoreFloats(row + at.first(), x);
@@ -151,11 +153,11 @@ TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight, const float* bia
 // pair's values are at different places in their lanes. They are then exchanged through global
 // memory, where the row is rewritten anyway.
 template <int kRowLanes>
-TM_DEVICE void ProcessRow<kRowLanes>::Rotate() {
+TM_DEVICE void ProcessRow<kRowLanes>::Rotate(const float* all_cosines, const float* all_sines) {
   const int half = op().rope_dim / 2;
   const int first = at.first();
-  const float* cosines = op().rope_cos + static_cast<int64_t>(token) * half;
-  const float* sines = op().rope_sin + static_cast<int64_t>(token) * half;
+  const float* cosines = all_cosines + static_cast<int64_t>(token) * half;
+  const float* sines = all_sines + static_cast<int64_t>(token) * half;
   float y[kLaneValues];
   float c[kLaneValues];
   float s[kLaneValues];
@@ -305,24 +307,67 @@ TM_DEVICE int SequenceOf(const BatchView& batch, int token) {
   return low;
 }
 
-// Return the location of a token's K or V row.
-TM_DEVICE RowTarget TargetOfToken(const WriteKvParams& op, RowKind kind, int token, int head) {
+// The slot of a token in the pool that is written.
+struct TokenSlot {
+  const KvLayerView& kv;
+  int32_t block;  // negative: the token has none
+  int slot;
+};
+
+// REQUIRES: the token belongs to the step.
+TM_DEVICE TokenSlot SlotOfToken(const WriteKvParams& op, int token) {
   const bool window16 = op.window16.data != nullptr;
   const KvLayerView& kv = window16 ? op.window16 : op.kv;
-  RowTarget none = {kind == RowKind::kK ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
-  if (kind == RowKind::kQ || token >= op.batch.num_tokens) {
-    return none;
-  }
   const int position = LoadGlobal(op.batch.positions + token);
   const int shift = CountZeros(kv.block_seq_len);
   const int32_t block =
       LoadGlobal((window16 ? op.batch.window16_tables : op.batch.block_tables) +
                  SequenceOf(op.batch, token) * op.batch.block_table_stride + (position >> shift));
-  if (block < 0) {
+  return {kv, block, position & (kv.block_seq_len - 1)};
+}
+
+// Return the location of a token's K or V row.
+TM_DEVICE RowTarget TargetOfToken(const WriteKvParams& op, RowKind kind, int token, int head) {
+  const KvLayerView& kv = op.window16.data != nullptr ? op.window16 : op.kv;
+  RowTarget none = {kind == RowKind::kK ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
+  if (kind == RowKind::kQ || token >= op.batch.num_tokens) {
     return none;
   }
-  return TargetOf(kv, kind == RowKind::kK ? KvSide::kK : KvSide::kV, block, head,
-                  position & (kv.block_seq_len - 1));
+  const TokenSlot at = SlotOfToken(op, token);
+  if (at.block < 0) {
+    return none;
+  }
+  return TargetOf(at.kv, kind == RowKind::kK ? KvSide::kK : KvSide::kV, at.block, head, at.slot);
+}
+
+// Subtract the offset of the key's block, which comes from K's bias, and store it with the first
+// slot.
+template <int kRowLanes>
+template <DataType T>
+TM_DEVICE void ProcessRow<kRowLanes>::SubtractOffset() {
+  ProcessRow base = *this;
+  if (at.active()) {
+    LoadFloats(op().k_base + static_cast<int64_t>(head) * op().kv.head_dim + at.first(), base.x);
+  }
+  if (op().block_cos != nullptr) {
+    base.Rotate(op().block_cos, op().block_sin);
+  }
+  if (launch.rotation_size > 0) {
+    base.Hadamard();
+  }
+  const LaneValues values = RoundLane<T>(base.x);
+  const IntLane<8> offset = EncodeInt<kRowLanes, 8, T>(values, at);
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    const auto code = static_cast<float>(offset.codes.v[i / 4] >> (8 * (i % 4)) & 0xffu);
+    x[i] = AddToNumber(x[i], -(MulRounded(code, offset.scale) + offset.zero));
+  }
+  if (at.active()) {
+    const TokenSlot place = SlotOfToken(op(), token);
+    if (place.slot == 0 && place.block >= 0) {
+      StoreIntLane<T>(OffsetTarget(place.kv, place.block, head), at, offset);
+    }
+  }
 }
 
 struct BlockRows {
@@ -370,7 +415,7 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
       row.Norm(weight, op.bias != nullptr ? op.bias + first : nullptr);
     }
     if (op.rope_cos != nullptr) {
-      row.Rotate();
+      row.Rotate(op.rope_cos, op.rope_sin);
     }
     if (weight != nullptr && op.norm_after_rope) {
       SyncWarp();
@@ -390,6 +435,9 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
     if (p.rotation_size > 0) {
       row.Hadamard();
     }
+    if (kind == RowKind::kK && op.k_base != nullptr) {
+      row.template SubtractOffset<T>();
+    }
   }
   SyncWarp();  // all lanes have finished reading the row
   if (kind != RowKind::kV || op.bias != nullptr) {
@@ -406,46 +454,6 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
     AddClipped(values, to.format, to.global_scale, op.num_clipped);
   }
   WriteRow<kRowLanes, T>(to, row.at, values, op.search_scales);
-}
-
-struct QuantizeLaunch {
-  QuantizeBlocksParams op;
-  int side_blocks = 0;  // for K, followed by as many for V
-};
-
-template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLaunch p) {
-  const KvLayerView& kv = p.op.kv;
-  const KvLayerView& window16 = p.op.window16;
-  const bool is_k = BlockIndexX() < p.side_blocks;
-  const KvSide side = is_k ? KvSide::kK : KvSide::kV;
-  const int index = (BlockIndexX() - (is_k ? 0 : p.side_blocks)) * RowsOfBlock(kRowLanes) +
-                    ThreadIndexX() / kRowLanes;
-  const int shift = CountZeros(kv.block_seq_len);
-  const int slot = index & (kv.block_seq_len - 1);
-  const int head = (index >> shift) % kv.kv_heads;
-  const int pending = (index >> shift) / kv.kv_heads;
-  const PendingQuantization ids = pending < p.op.num_to_quantize
-                                      ? LoadGlobal(p.op.blocks_to_quantize + pending)
-                                      : PendingQuantization{};
-  const bool valid = ids.quantized >= 0;
-  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
-  RowTarget to = {is_k ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
-  LaneValues values = {};
-  if (valid) {
-    to = TargetOf(kv, side, ids.quantized, head, slot);
-    if (at.active()) {
-      const std::byte* payload = TargetOf(window16, side, ids.window16, head, slot).payload;
-      const auto words =
-          LoadGlobal(reinterpret_cast<const Words<16>*>(payload + at.lane * sizeof(Words<16>)));
-      for (int i = 0; i < kLaneValues / 2; ++i) {
-        values.pairs[i] = words.v[i];
-      }
-    }
-  }
-  Unpack<T>(values);
-  AddClipped(values, to.format, to.global_scale, p.op.num_clipped);
-  WriteRow<kRowLanes, T>(to, at, values, p.op.search_scales);
 }
 
 }  // namespace turbomind::cuda

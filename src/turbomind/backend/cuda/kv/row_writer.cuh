@@ -8,6 +8,7 @@
 
 #include "turbomind/backend/cuda/kv/kv_encode.cuh"
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/kv/layout.h"
 
 namespace turbomind::cuda {
 
@@ -18,6 +19,13 @@ struct RowTarget {
   std::byte* meta;  // scale bytes or (scale, zero)
   float global_scale;
 };
+
+// Return the location of a block's K offset. REQUIRES: kv.HasKOffset().
+TM_DEVICE RowTarget OffsetTarget(const KvLayerView& kv, int64_t block, int head) {
+  const KvRow row = kv.KOffset(block, head);
+  return {KvCacheMode::kInt8, reinterpret_cast<std::byte*>(row.payload),
+          reinterpret_cast<std::byte*>(row.metadata), 1.f};
+}
 
 template <int kBytes>
 TM_DEVICE void StoreLane(const RowTarget& to, const RowLane& at, const Words<kBytes>& words) {
@@ -35,9 +43,8 @@ TM_DEVICE void StoreFp4(const RowTarget& to, const RowLane& at, const LaneValues
   }
 }
 
-template <int kRowLanes, int kIntBits, DataType T>
-TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues& x) {
-  const auto out = EncodeInt<kRowLanes, kIntBits, T>(x, at);
+template <DataType T, int kIntBits>
+TM_DEVICE void StoreIntLane(const RowTarget& to, const RowLane& at, const IntLane<kIntBits>& out) {
   StoreLane(to, at, out.codes);
   if (to.payload != nullptr && at.lane == 0) {
     const uint32_t pair = T == DataType::kBFloat16 ? PackBFloat2(out.scale, out.zero)
@@ -63,7 +70,7 @@ template <int kIntBits>
 struct IntWriter {
   template <int kRowLanes, DataType T>
   static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreInt<kRowLanes, kIntBits, T>(to, at, x);
+    StoreIntLane<T>(to, at, EncodeInt<kRowLanes, kIntBits, T>(x, at));
   }
 };
 template <>

@@ -179,7 +179,8 @@ PrefillParams ParamsOf(const Pass& pass) {
   out.out = p.out;
   out.sinks = p.sinks;
   out.q_dot_mean = p.q_dot_mean;
-  out.key_scale = p.kv.global_scale[0];
+  // Flattened keys with an offset include their scale.
+  out.key_scale = p.kv.HasKOffset() ? nullptr : p.kv.global_scale[0];
   out.value_scale = p.kv.global_scale[1];
   out.q_heads = p.q_heads;
   out.group = p.q_heads / p.kv.kv_heads;

@@ -1,0 +1,168 @@
+#pragma once
+
+// ⑥ QuantizeBlocks on a GPU. As in WriteKv, a run of lanes keeps one row in registers. With K
+// offsets (kv/k_offset.h), one kernel stores the offset of every block and head, and the next one
+// quantizes what remains of the keys.
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/kv/kv_write.cuh"
+#include "turbomind/backend/cuda/kv/row_reader.cuh"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+// Call fn.operator()<M>() for the format of a window's rows.
+template <class F>
+TM_DEVICE void DispatchWindow(KvCacheMode format, const F& fn) {
+  if (format == KvCacheMode::kInt8) {
+    fn.template operator()<KvCacheMode::kInt8>();
+  } else {
+    fn.template operator()<KvCacheMode::kNone>();
+  }
+}
+
+// Return entry `pending` of the blocks to quantize, or one without blocks past the last.
+TM_DEVICE PendingQuantization PendingOf(const QuantizeBlocksParams& op, int pending) {
+  return pending < op.num_to_quantize ? LoadGlobal(op.blocks_to_quantize + pending)
+                                      : PendingQuantization{};
+}
+
+// Load a lane's part of a block's K offset in FP32, or zeros if the view has none.
+template <DataType T>
+TM_DEVICE void ReadOffset(const KvLayerView& kv, int64_t block, int head, int lane,
+                          float (&offset)[kLaneValues]) {
+  OffsetLane stored = {};
+  if (kv.HasKOffset()) {
+    stored = LoadOffset(kv, block, head, lane);
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    offset[i] = IntValue<T>(stored, i);
+  }
+}
+
+inline constexpr int kOffsetRows = 16;  // loaded together; a block has a multiple
+
+// A run of lanes stores the K offset of one block and head. The sums are in the order of slots.
+// Grid: rows of [num_to_quantize, kv_heads] / rows per block.
+template <int kRowLanes, DataType T>
+__global__ void __launch_bounds__(kWriteThreads) StoreKOffsetsKernel(QuantizeBlocksParams op) {
+  const int index = BlockIndexX() * RowsOfBlock(kRowLanes) + ThreadIndexX() / kRowLanes;
+  const int head = index % op.kv.kv_heads;
+  const PendingQuantization ids = PendingOf(op, index / op.kv.kv_heads);
+  const bool valid = ids.quantized >= 0;
+  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? op.kv.head_dim : 0};
+  RowTarget to = {KvCacheMode::kInt8, nullptr, nullptr, 1.f};
+  float sums[kLaneValues] = {};
+  if (valid) {
+    to = OffsetTarget(op.kv, ids.quantized, head);
+  }
+  if (at.active()) {
+    float base[kLaneValues];  // the offset of the window's block
+    ReadOffset<T>(op.window16, ids.window16, head, at.lane, base);
+    DispatchWindow(op.window16.format[0], [&]<KvCacheMode M>() {
+#pragma unroll 1
+      for (int first = 0; first < op.kv.block_seq_len; first += kOffsetRows) {
+        StoredLane<M> stored[kOffsetRows];
+#pragma unroll
+        for (int slot = 0; slot < kOffsetRows; ++slot) {
+          stored[slot] = LoadLane<M>(
+              TargetOf(op.window16, KvSide::kK, ids.window16, head, first + slot), at.lane);
+        }
+#pragma unroll
+        for (int slot = 0; slot < kOffsetRows; ++slot) {
+#pragma unroll
+          for (int i = 0; i < kLaneValues; ++i) {
+            sums[i] += FiniteValue(DecodeValue<T>(stored[slot], i, 1.f) + base[i], T);
+          }
+        }
+      }
+    });
+  }
+  const float share = 1.f / static_cast<float>(op.kv.block_seq_len);
+#pragma unroll
+  for (float& sum : sums) {
+    sum *= share;
+  }
+  RowWriter<KvCacheMode::kInt8>::Write<kRowLanes, T>(to, at, RoundLane<T>(sums), false);
+}
+
+// Load a lane's values of a row of the window, minus the K offset of the block if there is one.
+template <DataType T>
+TM_DEVICE LaneValues LoadWindowLane(const QuantizeBlocksParams& op, KvSide side,
+                                    const PendingQuantization& ids, int head, int slot, int lane) {
+  const RowTarget from = TargetOf(op.window16, side, ids.window16, head, slot);
+  const bool is_k = side == KvSide::kK;
+  const bool has_base = is_k && op.window16.HasKOffset();
+  const bool has_offset = is_k && op.kv.HasKOffset();
+  LaneValues values = {};
+  if (from.format == KvCacheMode::kNone && !has_base && !has_offset) {  // keeps the bits of NaN
+    const auto words =
+        LoadGlobal(reinterpret_cast<const Words<16>*>(from.payload + lane * sizeof(Words<16>)));
+#pragma unroll
+    for (int i = 0; i < kLaneValues / 2; ++i) {
+      values.pairs[i] = words.v[i];
+    }
+    Unpack<T>(values);
+    return values;
+  }
+  float x[kLaneValues];
+  DispatchWindow(from.format, [&]<KvCacheMode M>() {
+    const StoredLane<M> stored = LoadLane<M>(from, lane);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] = DecodeValue<T>(stored, i, 1.f);
+    }
+  });
+  if (has_base) {
+    float base[kLaneValues];
+    ReadOffset<T>(op.window16, ids.window16, head, lane, base);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] = AddToNumber(x[i], base[i]);
+    }
+  }
+  if (has_offset) {
+    float offset[kLaneValues];
+    ReadOffset<T>(op.kv, ids.quantized, head, lane, offset);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] = AddToNumber(x[i], -offset[i]);
+    }
+  }
+  return RoundLane<T>(x);
+}
+
+struct QuantizeLaunch {
+  QuantizeBlocksParams op;
+  int side_blocks = 0;  // for K, followed by as many for V
+};
+
+template <int kRowLanes, DataType T>
+__global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLaunch p) {
+  const KvLayerView& kv = p.op.kv;
+  const bool is_k = BlockIndexX() < p.side_blocks;
+  const KvSide side = is_k ? KvSide::kK : KvSide::kV;
+  const int index = (BlockIndexX() - (is_k ? 0 : p.side_blocks)) * RowsOfBlock(kRowLanes) +
+                    ThreadIndexX() / kRowLanes;
+  const int shift = CountZeros(kv.block_seq_len);
+  const int slot = index & (kv.block_seq_len - 1);
+  const int head = (index >> shift) % kv.kv_heads;
+  const int pending = (index >> shift) / kv.kv_heads;
+  const PendingQuantization ids = PendingOf(p.op, pending);
+  const bool valid = ids.quantized >= 0;
+  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
+  RowTarget to = {is_k ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
+  LaneValues values = {};
+  if (valid) {
+    to = TargetOf(kv, side, ids.quantized, head, slot);
+  }
+  if (at.active()) {
+    values = LoadWindowLane<T>(p.op, side, ids, head, slot, at.lane);
+  }
+  AddClipped(values, to.format, to.global_scale, p.op.num_clipped);
+  WriteRow<kRowLanes, T>(to, at, values, p.op.search_scales);
+}
+
+}  // namespace turbomind::cuda
