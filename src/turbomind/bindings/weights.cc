@@ -15,6 +15,7 @@
 #include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/mapped_file.h"
+#include "turbomind/model/k_base.h"
 
 namespace py = pybind11;
 
@@ -202,6 +203,13 @@ void DefWeights(py::module_& m) {
         // Removes const: Python has no way to change the weights.
         return std::const_pointer_cast<Weights>(self.WithDevice(self.builder.Build()));
       });
+  m.def(
+      "k_bias_left",
+      [](const ModelConfig& model, const Weights& weights, Device& device, int block_seq_len) {
+        return KBiasLeft(model, weights, device, block_seq_len);
+      },
+      py::arg("model"), py::arg("weights"), py::arg("device"), py::kw_only(),
+      py::arg("block_seq_len"));
   m.attr("packed_layout_id") = kPackedLayoutId;
   m.def(
       "packed_bytes",

@@ -5,11 +5,11 @@
 // read. A query adds q · offset once per block instead of once per key.
 //
 // The offset is the mean of the block's keys as they are stored when the block leaves the window,
-// after RoPE and rotation: m[d] = (x[0][d] + x[1][d] + ...) / block_seq_len, summed in FP32 in the
-// order of slots, where NaN counts as 0 and an infinity as the largest finite value. It is stored
-// as a row of int8 in the cache dtype (Codec<kInt8>), and what is subtracted and added is the
-// decoded row. It depends on the block's keys alone, so neither chunking nor a prefix hit changes
-// it.
+// after RoPE and rotation, where NaN counts as 0 and an infinity as the largest finite value. It is
+// summed in FP32: the keys of each run of kOffsetRun slots in order, then the runs in order, so
+// that runs can be summed side by side. It is stored as a row of int8 in the cache dtype
+// (Codec<kInt8>), and what is subtracted and added is the decoded row. It depends on the block's
+// keys alone, so neither chunking nor a prefix hit changes it.
 //
 // A block whose keys are quantized when they are written cannot know their mean. If the model has a
 // bias of K, the block's offset is then the mean of the bias alone, after RoPE at its positions
@@ -24,10 +24,16 @@ namespace turbomind {
 
 using KOffsetCodec = Codec<KvCacheMode::kInt8>;
 
-// Adds one key to the sums [n] of its block.
-TM_HD void AddToKOffset(const float* key, int n, DataType dtype, float* sums) {
+inline constexpr int kOffsetRun = 16;  // a block has whole runs
+
+// Adds the key of `slot` to the sums of its run [n]. The last key of a run also adds these to the
+// sums of the block [n]. REQUIRES: the slots of a block come in order, and its sums begin at 0.
+TM_HD void AddToKOffset(const float* key, int slot, int n, DataType dtype, float* run,
+                        float* sums) {
   for (int d = 0; d < n; ++d) {
-    sums[d] = sums[d] + FiniteValue(key[d], dtype);
+    const float before = slot % kOffsetRun == 0 ? 0.f : run[d];
+    run[d] = before + FiniteValue(key[d], dtype);
+    sums[d] = slot % kOffsetRun == kOffsetRun - 1 ? sums[d] + run[d] : sums[d];
   }
 }
 

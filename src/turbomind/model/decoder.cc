@@ -140,14 +140,7 @@ DeviceArray Decoder::UploadKBase(int index) {
   Check(model().k_bias, "a pool whose keys are written with an offset needs a model with k_bias");
   block_rope_tokens_ = written.block_seq_len;
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
-  const auto kv_size = static_cast<size_t>(model().num_kv_heads) * model().head_dim;
-  std::vector<float> bias(kv_size, 0.f);
-  if (!layer.qkv.bias.empty() && layer.k_norm.empty()) {
-    device_.Copy(bias.data(),
-                 layer.qkv.bias.data + static_cast<size_t>(model().num_heads) * model().head_dim,
-                 kv_size * sizeof(float));
-    device_.Synchronize();
-  }
+  std::vector<float> bias = ReadKBias(model(), layer, device_);
   const int rope = model().RopeOf(index);
   bias = MakeKBase(std::move(bias), model().head_dim,
                    rope < 0 ? nullptr : &ropes_[static_cast<size_t>(rope)], written.block_seq_len);

@@ -168,12 +168,13 @@ void CheckBlock(Layer& layer, Sequence& sequence, int block) {
   for (int head = 0; head < kHeads; ++head) {
     std::vector<std::vector<float>> keys;
     std::vector<float> offset(static_cast<size_t>(n), 0.f);
+    std::vector<float> run(static_cast<size_t>(n));
     for (int slot = 0; slot < view.block_seq_len; ++slot) {
       keys.push_back(InWindow(layer, sequence, head, block * view.block_seq_len + slot));
       for (size_t d = 0; layer.window16().view().HasKOffset() && d < base.size(); ++d) {
         keys.back()[d] += base[d];
       }
-      AddToKOffset(keys.back().data(), n, view.dtype, offset.data());
+      AddToKOffset(keys.back().data(), slot, n, view.dtype, run.data(), offset.data());
     }
     std::vector<uint8_t> codes(static_cast<size_t>(n));
     std::vector<uint8_t> params(8);

@@ -154,9 +154,10 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     float row[kMaxHeadDim];
     float offset[kMaxHeadDim] = {};
     if (has_offset) {
+      float run[kMaxHeadDim];
       for (int slot = 0; slot < kv.block_seq_len; ++slot) {
         read(slot, row);
-        AddToKOffset(row, kv.head_dim, kv.dtype, offset);
+        AddToKOffset(row, slot, kv.head_dim, kv.dtype, run, offset);
       }
       StoreKOffset(kv.KOffset(pending.quantized, head), kv.head_dim, kv.dtype, kv.block_seq_len,
                    offset);

@@ -64,10 +64,11 @@ void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& para
         static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads * params.kv.block_seq_len;
     if (params.kv.HasKOffset()) {
       const int64_t offsets = static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads;
-      Launch(
-          StoreKOffsetsKernel<kRowLanes, T>,
-          {.grid_x = CeilDiv(offsets, int64_t{RowsOfBlock(kRowLanes)}), .threads = kWriteThreads},
-          context.stream, params);
+      Launch(StoreKOffsetsKernel<kRowLanes, T>,
+             {.grid_x = CeilDiv(offsets, int64_t{OffsetsOfBlock(kRowLanes)}),
+              .threads = kWriteThreads,
+              .shared_bytes = kOffsetBytes},
+             context.stream, params);
     }
     QuantizeLaunch launch;
     launch.op = params;

@@ -42,50 +42,83 @@ TM_DEVICE void ReadOffset(const KvLayerView& kv, int64_t block, int head, int la
   }
 }
 
-inline constexpr int kOffsetRows = 16;  // loaded together; a block has a multiple
+// Rows of lanes that share the keys of one block and head: each adds every fourth run of
+// kOffsetRun slots.
+inline constexpr int kOffsetSharers = 4;
+inline constexpr int kMaxOffsetRuns = 128 / kOffsetRun;  // IsPagedBlockSeqLen
+inline constexpr size_t kOffsetBytes =
+    kWriteThreads / kOffsetSharers * kMaxOffsetRuns * kLaneValues * sizeof(float);
 
-// A run of lanes stores the K offset of one block and head. The sums are in the order of slots.
-// Grid: rows of [num_to_quantize, kv_heads] / rows per block.
+// Return the number of K offsets that a block of threads stores.
+TM_HD constexpr int OffsetsOfBlock(int row_lanes) {
+  return RowsOfBlock(row_lanes) / kOffsetSharers;
+}
+
+// Add the keys of a run of slots, from `first` on, to the lane's sums in the order of slots.
+template <DataType T>
+TM_DEVICE void SumRun(const QuantizeBlocksParams& op, const PendingQuantization& ids, int head,
+                      int first, int lane, float (&sums)[kLaneValues]) {
+  float base[kLaneValues];  // the offset of the window's block
+  ReadOffset<T>(op.window16, ids.window16, head, lane, base);
+  DispatchWindow(op.window16.format[0], [&]<KvCacheMode M>() {
+    StoredLane<M> stored[kOffsetRun];
+#pragma unroll
+    for (int slot = 0; slot < kOffsetRun; ++slot) {
+      stored[slot] =
+          LoadLane<M>(TargetOf(op.window16, KvSide::kK, ids.window16, head, first + slot), lane);
+    }
+#pragma unroll
+    for (int slot = 0; slot < kOffsetRun; ++slot) {
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) {
+        sums[i] += FiniteValue(DecodeValue<T>(stored[slot], i, 1.f) + base[i], T);
+      }
+    }
+  });
+}
+
+// kOffsetSharers rows of lanes store the K offset of one block and head. The first one adds the
+// sums of the runs in their order. Grid: num_to_quantize * kv_heads / OffsetsOfBlock.
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) StoreKOffsetsKernel(QuantizeBlocksParams op) {
-  const int index = BlockIndexX() * RowsOfBlock(kRowLanes) + ThreadIndexX() / kRowLanes;
+  const int row = ThreadIndexX() / kRowLanes;
+  const int sharer = row % kOffsetSharers;
+  const int index = BlockIndexX() * OffsetsOfBlock(kRowLanes) + row / kOffsetSharers;
   const int head = index % op.kv.kv_heads;
   const PendingQuantization ids = PendingOf(op, index / op.kv.kv_heads);
-  const bool valid = ids.quantized >= 0;
-  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? op.kv.head_dim : 0};
-  RowTarget to = {KvCacheMode::kInt8, nullptr, nullptr, 1.f};
-  float sums[kLaneValues] = {};
-  if (valid) {
-    to = OffsetTarget(op.kv, ids.quantized, head);
+  const int lane = ThreadIndexX() % kRowLanes;
+  const bool valid = ids.quantized >= 0 && RowLane{lane, op.kv.head_dim}.active();
+  const int num_runs = op.kv.block_seq_len / kOffsetRun;
+  float* const shared = reinterpret_cast<float*>(SharedMemory()) +
+                        (row / kOffsetSharers * kMaxOffsetRuns * kRowLanes + lane) * kLaneValues;
+  for (int run = sharer; valid && run < num_runs; run += kOffsetSharers) {
+    float sums[kLaneValues] = {};
+    SumRun<T>(op, ids, head, run * kOffsetRun, lane, sums);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      StoreShared(shared + run * kRowLanes * kLaneValues + i, sums[i]);
+    }
   }
-  if (at.active()) {
-    float base[kLaneValues];  // the offset of the window's block
-    ReadOffset<T>(op.window16, ids.window16, head, at.lane, base);
-    DispatchWindow(op.window16.format[0], [&]<KvCacheMode M>() {
-#pragma unroll 1
-      for (int first = 0; first < op.kv.block_seq_len; first += kOffsetRows) {
-        StoredLane<M> stored[kOffsetRows];
+  SyncBlock();
+  const bool stores = valid && sharer == 0;
+  RowTarget to = {KvCacheMode::kInt8, nullptr, nullptr, 1.f};
+  float mean[kLaneValues] = {};
+  if (stores) {
+    to = OffsetTarget(op.kv, ids.quantized, head);
+    for (int run = 0; run < num_runs; ++run) {
 #pragma unroll
-        for (int slot = 0; slot < kOffsetRows; ++slot) {
-          stored[slot] = LoadLane<M>(
-              TargetOf(op.window16, KvSide::kK, ids.window16, head, first + slot), at.lane);
-        }
-#pragma unroll
-        for (int slot = 0; slot < kOffsetRows; ++slot) {
-#pragma unroll
-          for (int i = 0; i < kLaneValues; ++i) {
-            sums[i] += FiniteValue(DecodeValue<T>(stored[slot], i, 1.f) + base[i], T);
-          }
-        }
+      for (int i = 0; i < kLaneValues; ++i) {
+        mean[i] += LoadShared<float>(shared + run * kRowLanes * kLaneValues + i);
       }
-    });
+    }
   }
   const float share = 1.f / static_cast<float>(op.kv.block_seq_len);
 #pragma unroll
-  for (float& sum : sums) {
-    sum *= share;
+  for (float& value : mean) {
+    value *= share;
   }
-  RowWriter<KvCacheMode::kInt8>::Write<kRowLanes, T>(to, at, RoundLane<T>(sums), false);
+  RowWriter<KvCacheMode::kInt8>::Write<kRowLanes, T>(to, {lane, stores ? op.kv.head_dim : 0},
+                                                     RoundLane<T>(mean), false);
 }
 
 // Load a lane's values of a row of the window, minus the K offset of the block if there is one.
