@@ -60,7 +60,7 @@ class TurbomindEngineConfig:
         max_batch_size: maximum number of sequences in one step. None uses 32 on CPU and 128 on
             CUDA.
         cache_max_entry_count: a value below 1 is a share of the memory that the weights leave. A
-            value from 1 is a number of blocks; the 16-bit window of balanced and best adds to it.
+            value from 1 is a number of blocks; the window of balanced and best adds to it.
             On CPU the cache never exceeds max_batch_size x session_len.
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).

@@ -146,7 +146,7 @@ def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> s
 
 
 def _window16_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, int]:
-    """Return sink and recent tokens. Sinks alone also keep the current block in 16 bit."""
+    """Return sink and recent tokens. Sinks alone also keep the current block in the window."""
     sink, recent = config.kv_sink_tokens, config.kv_recent_tokens
     if recent is None:
         recent = DEFAULT_WINDOW16_TOKENS if by_default else 0 if sink else NO_WINDOW16
@@ -209,7 +209,7 @@ def apply_kv_options(
 def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: int) -> str:
     """Return one line on the cache: format, preset, bytes, capacity, comparison with 16 bit.
 
-    The 16-bit window makes the comparison depend on `session_len`, so the line names both.
+    The window makes the comparison depend on `session_len`, so the line names both.
     """
     ratio = plan.session_bytes_none / plan.session_bytes
     note = f"; {options.note}" if options.note else ""

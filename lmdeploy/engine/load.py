@@ -14,6 +14,7 @@ from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
+from lmdeploy.engine.kv_bias import warn_of_bias
 from lmdeploy.engine.plan import plan_engine, read_draft_texts
 from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open_traffic
 
@@ -146,7 +147,9 @@ def load_engine_with(
         if start_core is not None:
             core = start_core()
         else:
-            core = _start_core(files, texts, config=engine_config, device=device, progress=progress)
+            core = _start_core(
+                files, texts, kv=kv, config=engine_config, device=device, progress=progress
+            )
     except BaseException:
         if publisher is not None:
             publisher.close()
@@ -184,6 +187,7 @@ def _start_core(
     files: ModelFiles,
     texts: TokenizerAndTemplate,
     *,
+    kv: KvOptions,
     config: _turbomind.EngineConfig,
     device: _turbomind.Device,
     progress: bool,
@@ -195,6 +199,14 @@ def _start_core(
         models.append(files.draft.load(draft_texts, device=device, progress=progress))
         config.set_draft_model(models[0].config, models[0].weights)
     models.append(files.load(texts, device=device, progress=progress))
+    loaded = models[-1]
+    warn_of_bias(
+        kv,
+        loaded.config,
+        loaded.weights,
+        device=device,
+        block_seq_len=config.cache_block_seq_len,
+    )
     mapped_bytes = sum(model.mapped_bytes for model in models)
     cpp_engine = _start_engine(models[-1], config, device=device, mapped_bytes=mapped_bytes)
     writers = [model.cache_writer for model in models if model.cache_writer is not None]
@@ -220,14 +232,14 @@ def _restarter(
 
     def restart() -> Core:
         device = open_device(config)
-        files, engine_config, _ = plan_engine(model_path, config, device=device)
+        files, engine_config, kv = plan_engine(model_path, config, device=device)
         if files.identities.files != identities.files:
             raise ModelFormatError(
                 f"{model_path}: The files of the model have changed since the start. Start the "
                 "server again."
             )
         engine_config.prefix_events = events
-        return _start_core(files, texts, config=engine_config, device=device, progress=False)
+        return _start_core(files, texts, kv=kv, config=engine_config, device=device, progress=False)
 
     return restart
 

@@ -43,7 +43,7 @@ class KvBlocks:
         return sum(len(copy) for block in self.blocks for copy in block)
 
     def layer(self, index: int, *, window16: bool = False) -> KvLayer:
-        """Return a layer of the blocks for libkvx, or its copies in the 16-bit window.
+        """Return a layer of the blocks for libkvx, or its copies in the window.
 
         Raise ValueError for a layer that does not exist, and for a calibrated cache, whose
         constants do not travel with the blocks.

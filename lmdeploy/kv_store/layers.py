@@ -40,7 +40,7 @@ def find_layer(
         raise refuse("calibration", identity["calibration"], wanted="None")
     has_window16 = identity["recent_tokens"] >= 0
     if window16 and not has_window16:
-        raise refuse("window16", window16, wanted="False, because the cache has no 16-bit window")
+        raise refuse("window16", window16, wanted="False, because the cache has no window")
     # As MakeLayerGroups does: a group for each length of a sliding window, and for 16-bit layers.
     keys = [
         (window, has_window16 and pair == _NONE)

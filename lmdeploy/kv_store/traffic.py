@@ -82,7 +82,7 @@ class PrefixTraffic:
 
         Args:
             late_blocks: the last blocks of a stored prefix that may get another copy later, when
-                they leave the 16-bit window.
+                they leave the window.
         """
         self.stats = StoreStats()
         self._store = store

@@ -101,7 +101,7 @@ def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> 
 
 
 def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> None:
-    """Raise ValueError if whole prompts would stay in 16 bit, so that no format could differ."""
+    """Raise ValueError if whole prompts stay in the window, so that no format could differ."""
     for name in options.formats:
         kv = resolve_kv_options(
             options.config(parse_pair(name)), model.config.windows, k_bias=model.config.k_bias
@@ -109,7 +109,7 @@ def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> 
         block = TurbomindEngineConfig().cache_block_seq_len
         window16 = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
         if context <= window16:
-            wanted = f"more than the {window16} tokens that this quality keeps in 16 bit"
+            wanted = f"more than the {window16} tokens that this quality keeps in the window"
             raise refuse("context", context, wanted=wanted, flag="--context, --kv-quality")
 
 

@@ -69,7 +69,7 @@ class _EngineCollector(Collector):
             "kv_cache_blocks_active": ("KV blocks in use.", stats.blocks_active),
             "kv_cache_blocks_cached": ("KV blocks kept for prefix reuse.", stats.blocks_cached),
             "kv_cache_window_blocks_total": (
-                "Blocks in the 16-bit pools.",
+                "Blocks in the pools of the window.",
                 stats.window16_blocks_total,
             ),
             "kv_cache_window_blocks_active": (

@@ -44,15 +44,15 @@ def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
 def write_ns_per_token(model: OpenModel, cell: KvVariant) -> float:
     """Return the nanoseconds to encode K and V of one token in all layers on one core.
 
-    This is the fastest of WRITE_ROUNDS rounds, without the rotation. With a 16-bit window, a row is
-    first stored in 16 bit and encoded when its block leaves the window. Both count.
+    This is the fastest of WRITE_ROUNDS rounds, without the rotation and the K offset. With a
+    window, a row is first stored there and encoded when its block leaves the window. Both count.
     """
     options = cell.engine_config(SIZES[0])
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((WRITE_ROWS, model.config.head_dim)).astype(np.float32)
     modes = [cell.format]
     if options.kv_recent_tokens >= 0 and cell.format != REFERENCE:
-        modes.append(REFERENCE)
+        modes.append(options.kv_window_format.name)
     dtype, search = model.config.dtype, options.kv_search_scales
     per_row = sum(_encode_ns(mode, rows, dtype=dtype, search=search) for mode in modes)
     return per_row * 2 * model.config.num_layers * model.config.num_kv_heads

@@ -43,12 +43,13 @@ async def engine_stats(request: Request) -> dict[str, Any]:
 
 
 def _kv_cache(state: ServerState, stats: _turbomind.EngineStats) -> dict[str, Any]:
-    """Return the format, the sizes and the blocks. `window16` is None without a 16-bit window."""
+    """Return the format, the sizes and the blocks. `window16` is None without a window."""
     loaded = state.engine.loaded
     kv, plan = loaded.kv, loaded.cpp_engine.memory_plan()
     window16 = None
     if kv.recent_tokens >= 0:
         window16 = {
+            "format": kv.window,
             "sink_tokens": kv.sink_tokens,
             "recent_tokens": kv.recent_tokens,
             "blocks": _blocks(stats, "window16_blocks"),

@@ -67,7 +67,7 @@ export class EngineView {
     showPool(byId("pool-main"), { name, blocks: cache.blocks });
     byId("pool-window16").hidden = window16 === null;
     if (window16) {
-      showPool(byId("pool-window16"), { name: "16-bit window", blocks: window16.blocks });
+      showPool(byId("pool-window16"), { name: `${windowName(window16)} window`, blocks: window16.blocks });
     }
     showConversation(byId("conversation-blocks"), cache, this.#conversation.tokens);
     showPrefix(byId("prefix"), prefix);
@@ -129,23 +129,29 @@ function showPool(figure, { name, blocks }) {
   );
 }
 
-/** Show which blocks of the conversation are in 16 bits (docs/kv_cache.md, "The 16-bit window"). */
+/** Return the name of the window's format: "16-bit" or "int8". */
+function windowName(window16) {
+  return !window16 || window16.format === "16bit" ? "16-bit" : window16.format;
+}
+
+/** Show which blocks of the conversation are in the window (docs/kv_cache.md, "The window"). */
 function showConversation(figure, cache, tokens) {
   figure.hidden = tokens === 0;
   const { block_tokens: length, window16 } = cache;
   const count = Math.ceil(tokens / length);
   const sinks = window16 ? Math.ceil(window16.sink_tokens / length) : 0;
   const recent = window16 ? Math.ceil(window16.recent_tokens / length) : -1;
-  const isIn16Bit = (block) => {
+  const isInWindow = (block) => {
     return cache.format === "none" || (window16 && (block < sinks || block + recent >= count - 1));
   };
-  const kinds = Array.from({ length: count }, (_, i) => (isIn16Bit(i) ? "window16" : "active"));
-  const num16 = kinds.filter((kind) => kind === "window16").length;
-  const text = `${num16} in 16 bit, ${count - num16} in ${cache.format}`;
+  const kinds = Array.from({ length: count }, (_, i) => (isInWindow(i) ? "window16" : "active"));
+  const numWindow = kinds.filter((kind) => kind === "window16").length;
+  const name = windowName(window16).replace("16-bit", "16 bit");
+  const text = `${numWindow} in ${name}, ${count - numWindow} in ${cache.format}`;
   const legend = make("ul", { class: "legend" });
-  legend.append(make("li", { class: "window16" }, make("b", {}, whole(num16)), " in 16 bit"));
+  legend.append(make("li", { class: "window16" }, make("b", {}, whole(numWindow)), ` in ${name}`));
   if (cache.format !== "none") {
-    const quantized = make("b", {}, whole(count - num16));
+    const quantized = make("b", {}, whole(count - numWindow));
     legend.append(make("li", { class: "active" }, quantized, ` in ${cache.format}`));
   }
   figure.replaceChildren(

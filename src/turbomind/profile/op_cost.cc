@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/kv/sliding_window.h"
 
 namespace turbomind {
@@ -16,6 +17,13 @@ int64_t TokenBytes(const KvLayerView& kv) {
     bytes += kv.row_bytes[side] + kv.param_bytes[side] + kv.scale_bytes[side];
   }
   return bytes * kv.kv_heads;
+}
+
+// Returns the bytes of `positions` positions in one layer, with the K offsets of their blocks.
+int64_t PositionBytes(const KvLayerView& kv, int64_t positions) {
+  const int64_t offset = kv.head_dim + block::ParamBytes(KvCacheMode::kInt8, kv.dtype);
+  const int64_t blocks = kv.HasKOffset() ? CeilDiv(positions, kv.block_seq_len) : 0;
+  return positions * TokenBytes(kv) + blocks * offset * kv.kv_heads;
 }
 
 // A range of positions. It is empty if end <= begin.
@@ -48,11 +56,12 @@ int64_t VisibleBytes(const AttentionParams& p, int first, int last) {
   const int begin = FirstVisible(p.window, first);
   const Stretch seen = {begin, last + 1};
   if (p.window16.data == nullptr || !p.rule.enabled()) {
-    return seen.size() * TokenBytes(p.kv);
+    return PositionBytes(p.kv, seen.size());
   }
   const int64_t window16 = Stretch{0, p.rule.SinkEnd()}.Within(seen).size() +
                            Stretch{p.rule.RecentBegin(first), last + 1}.Within(seen).size();
-  return window16 * TokenBytes(p.window16) + QuantizedPositions(p, begin, last) * TokenBytes(p.kv);
+  return PositionBytes(p.window16, window16) +
+         PositionBytes(p.kv, QuantizedPositions(p, begin, last));
 }
 
 OpCost AttentionCost(const AttentionParams& p, int first_seq, int last_seq) {
@@ -150,7 +159,7 @@ OpCost CostOf(const WriteKvParams& p) {
 
 OpCost CostOf(const QuantizeBlocksParams& p) {
   const int64_t slots = int64_t{p.num_to_quantize} * p.kv.block_seq_len;
-  return {.kv_bytes = slots * (TokenBytes(p.window16) + TokenBytes(p.kv))};
+  return {.kv_bytes = PositionBytes(p.window16, slots) + PositionBytes(p.kv, slots)};
 }
 
 OpCost CostOf(const FlattenKVParams& p) {

@@ -41,6 +41,42 @@ TEST_CASE("layers with chunks follow those with full attention and with windows"
   CHECK(groups[3].window == -8);
 }
 
+TEST_CASE("K offsets are in the pools whose keys are known, or have a bias, when quantized") {
+  const auto has_offset = [](const block::Layout& layout) {
+    return layout.LayerView(0, nullptr, nullptr).HasKOffset();
+  };
+  for (const bool windowed : {false, true}) {
+    for (const bool k_offset : {false, true}) {
+      for (const bool k_bias : {false, true}) {
+        KvCacheConfig config = Config({0});
+        config.window16 = windowed ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
+        config.window_format = KvCacheMode::kInt8;
+        config.k_offset = k_offset;
+        config.k_bias = k_bias;
+        const LayerGroup group = MakeLayerGroups(config).front();
+        CHECK(has_offset(group.layout) == (k_offset && (windowed || k_bias)));
+        if (windowed) {
+          CHECK(has_offset(*group.window16_layout) == (k_offset && k_bias));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("the window of layers with 16-bit keys is in 16 bits, that of others in its format") {
+  KvCacheConfig config = Config({0, 0});
+  config.layers[0] = {KvCacheMode::kNone, KvCacheMode::kFp4Nv};
+  config.window16 = {64, 64};
+  config.window_format = KvCacheMode::kInt8;
+  const LayerGroup group = MakeLayerGroups(config).front();
+  const KvLayerView first = group.window16_layout->LayerView(0, nullptr, nullptr);
+  const KvLayerView second = group.window16_layout->LayerView(1, nullptr, nullptr);
+  for (const int side : {0, 1}) {
+    CHECK(first.format[side] == KvCacheMode::kNone);
+    CHECK(second.format[side] == KvCacheMode::kInt8);
+  }
+}
+
 TEST_CASE("layers in 16 bit have no 16-bit blocks and are grouped apart from the others") {
   KvCacheConfig config = Config({40, 0, 40, 0});
   config.layers[0] = config.layers[1] = {};

@@ -72,8 +72,16 @@ TEST_CASE("FP4 stores 3.55 times as many tokens as 16 bits, scales included") {
   }
 }
 
-// Checks that every byte of two blocks belongs to exactly one payload row, (scale, zero) pair or
-// scale byte.
+// Counts the unused bytes from `begin` up to the next used one, at most 31, as padding.
+void Pad(std::vector<int>& uses, int64_t begin) {
+  const auto size = static_cast<int64_t>(uses.size());
+  for (int64_t i = begin; i < std::min(begin + 31, size) && i % 32 != 0; ++i) {
+    ++uses[static_cast<size_t>(i)];
+  }
+}
+
+// Checks that every byte of two blocks belongs to exactly one payload row, (scale, zero) pair, K
+// offset or scale byte. The two parts of K offsets may be followed by up to 31 bytes of padding.
 void CheckTiling(const Config& config) {
   const Layout layout(config);
   const int64_t data_bytes = layout.block_bytes();
@@ -110,6 +118,23 @@ void CheckTiling(const Config& config) {
                 view.scale_bytes[s]);
           }
         }
+        if (view.HasKOffset()) {
+          const KvRow offset = view.KOffset(block, head);
+          const auto place = [&](const uint8_t* p) {
+            return reinterpret_cast<const std::byte*>(p) - data.data();
+          };
+          use(data_uses, place(offset.payload), config.head_dim);
+          use(data_uses, place(offset.metadata), 2 * SizeOf(config.dtype));
+          if (head == 0) {
+            const int64_t begin = block * data_bytes + (view.data - data.data());
+            aligned = aligned && (place(offset.payload) - begin) % 32 == 0 &&
+                      (place(offset.metadata) - begin) % 32 == 0;
+          }
+          if (head + 1 == config.kv_heads) {
+            Pad(data_uses, place(offset.payload) + config.head_dim);
+            Pad(data_uses, place(offset.metadata) + 2 * SizeOf(config.dtype));
+          }
+        }
         if (view.ScaleStride()) {
           aligned = aligned && (view.Scales(KvSide::kK, block, head) - scales.data()) % 16 == 0;
         } else {
@@ -136,6 +161,8 @@ TEST_CASE("payload, parameters and scales tile a block without gaps, 16-byte ali
         config.layers.push_back({kInt8, kInt4});
         config.block_seq_len = block_seq_len;
         config.dtype = dtype;
+        CheckTiling(config);
+        config.k_offset = true;
         CheckTiling(config);
       }
     }
@@ -181,7 +208,9 @@ TEST_CASE("a block's bytes are in the order that the format defines") {
 
 TEST_CASE("a view of some heads has the same addresses as the layer") {
   for (const auto& [k, v] : {std::pair{kNone, kNone}, {kInt8, kInt4}, {kInt8, kNv}, {kMx, kMx}}) {
-    const Layout layout(OneLayer(k, v, 64));
+    Config config = OneLayer(k, v, 64);
+    config.k_offset = true;
+    const Layout layout(config);
     std::vector<std::byte> data(static_cast<size_t>(2 * layout.block_bytes()));
     std::vector<std::byte> scales(static_cast<size_t>(2 * layout.scale_block_bytes()));
     const float global_scales[3] = {1.f, 2.f, 3.f};
@@ -191,6 +220,13 @@ TEST_CASE("a view of some heads has the same addresses as the layer") {
     CHECK(heads.kv_heads == 2);
     CHECK(heads.global_scale[0] == nullptr);
     CHECK(heads.global_scale[1][1] == 3.f);
+    CHECK(heads.HasKOffset() == (k != kNone));
+    for (const int head : {0, 1}) {
+      if (heads.HasKOffset()) {
+        CHECK(heads.KOffset(1, head).payload == layer.KOffset(1, head + 1).payload);
+        CHECK(heads.KOffset(1, head).metadata == layer.KOffset(1, head + 1).metadata);
+      }
+    }
     for (const KvSide side : {KvSide::kK, KvSide::kV}) {
       for (const int head : {0, 1}) {
         CHECK(heads.Payload(side, 1, head) == layer.Payload(side, 1, head + 1));

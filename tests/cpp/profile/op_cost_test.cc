@@ -76,6 +76,17 @@ Seen CountSeen(const PrecisionWindow& rule, int window, int first, int last) {
 
 }  // namespace
 
+TEST_CASE("attention reads the K offset of each block once") {
+  AttentionParams params = Batch().Params(KvCacheMode::kFp4Nv);
+  const int64_t without = DecodeCost(params).kv_bytes;
+  const block::Config config = {.layers = {{KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv}},
+                                .kv_heads = 2,
+                                .head_dim = 64,
+                                .k_offset = true};
+  params.kv = block::Layout(config).LayerView(0, nullptr, nullptr);
+  CHECK(DecodeCost(params).kv_bytes == without + 5 * 2 * (64 + 4));  // 300 positions, 5 blocks
+}
+
 TEST_CASE("a linear layer reads its packed bytes once for any number of rows") {
   const FakeMatrix weight(32, 64, 1234);
   const std::vector<float> bias(32);

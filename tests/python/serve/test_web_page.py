@@ -164,7 +164,7 @@ def test_smollm2_answer_streams_and_blocks_appear(open_tab: Any, smollm2: str) -
 def test_conversation_map_shows_which_blocks_are_in_16_bits(
     open_tab: Any, fake: str, tokens: int, blocks: str
 ) -> None:
-    # docs/kv_cache.md, "The 16-bit window", has the table of the blocks that are read in 16 bits.
+    # docs/kv_cache.md, "The window", has the table of the blocks that are read from the window.
     tab = open_tab(fake)
     usage = {"prompt_tokens": tokens - 1, "completion_tokens": 1, "total_tokens": tokens}
     answer_with(tab, chunk({"content": "Hi."}, "stop"), {"choices": [], "usage": usage})
