@@ -37,7 +37,7 @@ namespace turbomind::block {
 namespace {
 
 constexpr int64_t kAlignment = 16;
-constexpr int64_t kOffsetAlignment = 32;
+constexpr int64_t kOffsetAlignment = 64;  // rows of the next layer begin at a cache line
 
 void CheckFormat(KvCacheMode format, int head_dim) {
   const int group = DispatchFormat(format, []<KvCacheMode M>() {
@@ -103,8 +103,7 @@ KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   view.param_offset = slots * (view.row_bytes[0] + view.row_bytes[1]);
   if (config.k_offset && formats.k != KvCacheMode::kNone) {
     view.k_offset_codes = AlignUp(EndOfParams(view), kOffsetAlignment);
-    view.k_offset_params =
-        AlignUp(view.k_offset_codes + int64_t{config.kv_heads} * config.head_dim, kOffsetAlignment);
+    view.k_offset_params = view.k_offset_codes + int64_t{config.kv_heads} * config.head_dim;
   }
   return view;
 }

@@ -28,7 +28,7 @@ struct KvRow {
 //
 // Data pool, per block and layer:  [kv_head][K|V][token][row_bytes], then for int8 and int4
 // [kv_head][K|V][token](scale, zero) in `dtype`. With a K offset, one row of int8 per head follows:
-// [kv_head][head_dim], then [kv_head](scale, zero), each aligned to 32 bytes. Scale pool:
+// [kv_head][head_dim], then [kv_head](scale, zero), together a multiple of 64 bytes. Scale pool:
 // [kv_head][token][K | V] bytes.
 //
 // With a K offset, K is what the codes mean plus the block's offset row (kv/k_offset.h).

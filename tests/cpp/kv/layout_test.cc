@@ -72,16 +72,16 @@ TEST_CASE("FP4 stores 3.55 times as many tokens as 16 bits, scales included") {
   }
 }
 
-// Counts the unused bytes from `begin` up to the next used one, at most 31, as padding.
+// Counts the bytes from `begin` up to the next multiple of 64 as padding.
 void Pad(std::vector<int>& uses, int64_t begin) {
   const auto size = static_cast<int64_t>(uses.size());
-  for (int64_t i = begin; i < std::min(begin + 31, size) && i % 32 != 0; ++i) {
+  for (int64_t i = begin; i < size && i % 64 != 0; ++i) {
     ++uses[static_cast<size_t>(i)];
   }
 }
 
 // Checks that every byte of two blocks belongs to exactly one payload row, (scale, zero) pair, K
-// offset or scale byte. The two parts of K offsets may be followed by up to 31 bytes of padding.
+// offset or scale byte. K offsets may be followed by up to 63 bytes of padding.
 void CheckTiling(const Config& config) {
   const Layout layout(config);
   const int64_t data_bytes = layout.block_bytes();
@@ -126,12 +126,9 @@ void CheckTiling(const Config& config) {
           use(data_uses, place(offset.payload), config.head_dim);
           use(data_uses, place(offset.metadata), 2 * SizeOf(config.dtype));
           if (head == 0) {
-            const int64_t begin = block * data_bytes + (view.data - data.data());
-            aligned = aligned && (place(offset.payload) - begin) % 32 == 0 &&
-                      (place(offset.metadata) - begin) % 32 == 0;
+            aligned = aligned && (place(offset.payload) - block * data_bytes) % 64 == 0;
           }
           if (head + 1 == config.kv_heads) {
-            Pad(data_uses, place(offset.payload) + config.head_dim);
             Pad(data_uses, place(offset.metadata) + 2 * SizeOf(config.dtype));
           }
         }

@@ -95,7 +95,7 @@ def bits_per_value(name: str) -> float:
     bits = row_bytes(name, HEAD_DIM) * 8 / HEAD_DIM
     if bits >= 8:
         return bits
-    offsets = -(-KV_HEADS * HEAD_DIM // 32) * 32 + -(-KV_HEADS * 4 // 32) * 32
+    offsets = -(-KV_HEADS * (HEAD_DIM + 4) // 64) * 64
     return bits + offsets * 8 / (2 * 64 * KV_HEADS * HEAD_DIM)
 
 

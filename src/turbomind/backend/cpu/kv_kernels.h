@@ -103,10 +103,9 @@ struct CpuKvKernels : CpuRowKernels {
 // Returns the size of the scratch of prefill_rows, in floats, for up to `max_rows` rows.
 constexpr int64_t PrefillScratchFloats(int max_rows, int head_dim) {
   const int64_t rows = max_rows + 8;
-  constexpr int64_t kOffsetFloats = kTileTokens / 16 * kMaxHeadDim + 16;
-  // K and V tile, their metadata, K offsets, scores, queries (also rounded, three times), running
+  // K and V tile, their metadata, scores, queries (also rounded, three times), running
   // and finished states, visible ranges of the rows.
-  return kTileTokens * (2 * head_dim + 16) + 2 * kTileTokens * (head_dim / 16 + 2) + kOffsetFloats +
+  return kTileTokens * (2 * head_dim + 16) + 2 * kTileTokens * (head_dim / 16 + 2) +
          rows * kTileTokens + 4 * rows * head_dim + (rows + 16) * (head_dim + 16) + 24 * rows + 256;
 }
 

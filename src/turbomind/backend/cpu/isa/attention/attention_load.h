@@ -306,11 +306,6 @@ inline void OpenNext(const KvHead& kv, KvSide side, int tile, int end, TileSide*
       const int64_t stride = layer.param_bytes[s];
       PrefetchBytes(layer.Params(side, block, kv.head) + slot * stride, 16 * stride);
     }
-    if (side == KvSide::kK && layer.HasKOffset() && (i == 0 || slot == 0)) {
-      const KvRow offset = layer.KOffset(block, kv.head);
-      PrefetchBytes(reinterpret_cast<const std::byte*>(offset.payload), layer.head_dim);
-      __builtin_prefetch(offset.metadata);
-    }
   }
 }
 

@@ -18,7 +18,8 @@ namespace turbomind::TM_ISA {
 struct TileRows {
   float* scores;       // [kTileTokens] each; become weights
   const float* scale;  // factor from sums to scores
-  const float* shift;  // ScoreTerms::shift of each
+  const float* shift;  // ScoreTerms::shift of each, shift_stride apart
+  int shift_stride;
   SoftmaxState* state;
   float* old;   // SoftmaxState::Factors
   float* tile;  // the tile's factor times value_scale
@@ -80,7 +81,7 @@ TM_HD void UpdateRows(const TileRows& rows) {
     Unroll<4>([&](auto i) __attribute__((always_inline)) {
       constexpr int k = decltype(i)::value;
       s[r][k] = Fma(Load(rows.scores + r * kTileTokens + 16 * k), scale,
-                    Set1(rows.shift[r * kTileTokens / 16 + k]));
+                    Set1(rows.shift[r * rows.shift_stride + k]));
     });
     max_score[r] = Max(Max(s[r][0], s[r][1]), Max(s[r][2], s[r][3]));
   });

@@ -124,21 +124,22 @@ struct RoundedHeads {
   alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // ScoreArgs
   float scale[kMaxHeads];                                  // RoundedQuery
   float sum[kMaxHeads];
+  bool ready = false;  // few splits read the window
 };
 
 // Up to kMaxHeads query heads and their attention state in a split.
 struct Heads {
   int num_heads = 0;
+  int padded = 0;
   int head_dim = 0;
   alignas(64) float q[kMaxHeads * kMaxHeadDim];
   alignas(64) float o[kMaxHeads * kMaxHeadDim];
   alignas(64) float scores[kMaxHeads * kTileTokens];
   alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
   float qsum[kMaxHeads];
-  RoundedHeads rounded[2];  // by view
-  TileOffsets offsets;      // of the current tile
-  alignas(64) float shift[kMaxHeads * kTileRuns];
-  float old[kMaxHeads];  // for the current tile: SoftmaxState::Factors
+  RoundedHeads rounded[2];                            // by view
+  alignas(64) float shift[2][kMaxHeads * kTileRuns];  // by view, of the current tile
+  float old[kMaxHeads];                               // for the current tile: SoftmaxState::Factors
   float tile[kMaxHeads];
   ValueScales value_scales;
   alignas(64) int32_t weight_pairs[kMaxHeads * kMaxHeadDim / 16 * kTilePairs];
@@ -152,6 +153,7 @@ void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* 
   const int head_dim = heads->head_dim;
   __builtin_memset(heads->q, 0, sizeof(float) * padded * head_dim);
   __builtin_memset(heads->scores, 0, sizeof(float) * padded * kTileTokens);
+  __builtin_memset(heads->shift, 0, sizeof(heads->shift));
   for (int h = 0; h < padded; ++h) {
     heads->qsum[h] = 0.f;
     heads->old[h] = 0.f;
@@ -166,12 +168,15 @@ void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* 
   heads->sides[1].meta = heads->meta[1];
 }
 
-// Rounds the queries for a view with integer keys. Padding heads have a query of zero.
-void RoundQueries(const View& view, int padded, Heads& heads) {
-  if (view.kernels.round == nullptr) {
+// Rounds the queries for a view with integer keys, unless they are. Padding heads have a query of
+// zero.
+void RoundQueries(const View& view, Heads& heads) {
+  RoundedHeads& to = heads.rounded[view.index];
+  if (view.kernels.round == nullptr || to.ready) {
     return;
   }
-  RoundedHeads& to = heads.rounded[view.index];
+  to.ready = true;
+  const int padded = heads.padded;
   int32_t pairs[kMaxHeadDim / 2];
   for (int h = 0; h < padded; ++h) {
     const RoundedQuery rounded =
@@ -205,7 +210,8 @@ float ScaleOfHead(const View& view, const Heads& heads, int h) {
 TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
   return {heads.scores + h * kTileTokens,
           scale,
-          heads.shift + h * kTileRuns,
+          heads.shift[view.index] + h * kTileRuns,
+          kTileRuns,
           heads.state + h,
           heads.old + h,
           heads.tile + h,
@@ -242,7 +248,7 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   for (int h = 0; h < heads.num_heads; ++h) {
     scale[h] = ScaleOfHead(view, heads, h);
     if (view.score_cap != 0.f) {
-      float* shift = heads.shift + h * kTileRuns;
+      float* shift = heads.shift[view.index] + h * kTileRuns;
       CapScores(heads.scores + h * kTileTokens, {scale[h], shift}, view.score_cap);
       scale[h] = 1.f;
       __builtin_memset(shift, 0, kTileRuns * sizeof(float));
@@ -256,16 +262,13 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   }
 }
 
-// Fills the shifts of a tile. They are zero if blocks have no K offset.
+// Fills the shifts of a tile. Without K offsets they stay zero.
 void ShiftScores(const View& view, int tile, const Seen& seen, Heads& heads) {
-  if (!view.kv.layer->HasKOffset()) {
-    __builtin_memset(heads.shift, 0, sizeof(heads.shift));
-    return;
-  }
-  OpenOffsets(view.kv, tile, seen, &heads.offsets);
-  for (int h = 0; h < heads.num_heads; ++h) {
-    ScoreOffsets(heads.offsets, heads.q + h * heads.head_dim, heads.head_dim, view.offset_scale,
-                 heads.shift + h * kTileRuns);
+  if (view.kv.layer->HasKOffset()) {
+    const int begin = seen.begin / 16 * 16;
+    ShiftRows(view.kv, tile + begin, tile + seen.end,
+              {heads.q, heads.qsum, heads.num_heads, view.offset_scale,
+               heads.shift[view.index] + begin / 16, kTileRuns});
   }
 }
 
@@ -273,6 +276,7 @@ void ShiftScores(const View& view, int tile, const Seen& seen, Heads& heads) {
 void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
+  RoundQueries(view, heads);
   const RoundedHeads* rounded =
       view.kernels.round != nullptr ? &heads.rounded[view.index] : nullptr;
   OpenNext(view.kv, KvSide::kK, tile + kTileTokens, context, &heads.sides[0]);
@@ -298,6 +302,11 @@ void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int pa
     heads.state[h] = SoftmaxState();
   }
   heads.interleaved = views[0].interleaved;  // o is zero
+  for (const View& view : views) {
+    if (view.kv.layer->HasKOffset()) {
+      PrefetchOffsets(view.kv, begin / kTileTokens * kTileTokens, end);
+    }
+  }
   const Visible visible = MakeVisible(args.rule, args.position, begin, end);
   for (int tile = begin / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
     for (size_t i = 0; i < views.size(); ++i) {
@@ -329,13 +338,13 @@ void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   const int padded = kHeadCounts[index];
   Heads heads;
   heads.num_heads = num_heads;
+  heads.padded = padded;
   heads.head_dim = args.kv.layer->head_dim;
   FillHeads(args, first_head, padded, &heads);
   const size_t num_views = args.window16.layer != nullptr ? 2 : 1;
   View views[2];
   for (size_t i = 0; i < num_views; ++i) {
     views[i] = OpenView(static_cast<int>(i), index, args);
-    RoundQueries(views[i], padded, heads);
   }
   const int64_t head_stride = kStateHeader + heads.head_dim;
   float* states = args.states + first_head * head_stride;

@@ -54,7 +54,6 @@ struct Block {
   RoundedRows rounded[2];                // by view: queries for integer keys
   const RoundedRows* queries = nullptr;  // of the tile's view
   float* halves = nullptr;               // queries for AMX: [rows, a multiple of 16][head_dim + 16]
-  TileOffsets* offsets = nullptr;        // of the tile
   float* shift = nullptr;                // [rows, kTileRuns] q · K offset
   Visible* visible = nullptr;            // [tokens]
 

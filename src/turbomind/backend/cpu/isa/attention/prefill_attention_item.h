@@ -41,7 +41,6 @@ inline Block MakeBlock(const PrefillRowsArgs& args) {
   }
   b.shift = take(static_cast<int64_t>(b.rows) * kTileRuns);
   __builtin_memset(b.shift, 0, sizeof(float) * b.rows * kTileRuns);
-  b.offsets = reinterpret_cast<TileOffsets*>(take(sizeof(TileOffsets) / sizeof(float)));
   b.halves = take(padded_rows * (b.head_dim + 16));
   b.qsum = take(b.rows);
   b.state = reinterpret_cast<SoftmaxState*>(take(2 * padded_rows));

@@ -22,11 +22,9 @@ inline void ShiftScores(const Block& b, const View& view, int tile, const Seen& 
     __builtin_memset(b.shift, 0, sizeof(float) * b.rows * kTileRuns);
     return;
   }
-  OpenOffsets(view.kv, tile, any, b.offsets);
-  for (int row = 0; row < b.rows; ++row) {
-    ScoreOffsets(*b.offsets, b.q + row * b.head_dim, b.head_dim, view.offset_scale,
-                 b.shift + row * kTileRuns);
-  }
+  const int begin = any.begin / 16 * 16;
+  ShiftRows(view.kv, tile + begin, tile + any.end,
+            {b.q, b.qsum, b.rows, view.offset_scale, b.shift + begin / 16, kTileRuns});
 }
 
 // Caps the row's scores if the model does, and returns the factor from sums to scores.
@@ -50,7 +48,7 @@ inline void UpdateRow(const Block& b, const View& view, int tile, int row) {
     __builtin_memset(scores, 0, kTileTokens * sizeof(float));
   } else {
     const float scale = ScoreScaleOfRow(b, view, row);
-    UpdateOneRow({scores, &scale, b.shift + row * kTileRuns, b.state + row, b.old + row,
+    UpdateOneRow({scores, &scale, b.shift + row * kTileRuns, kTileRuns, b.state + row, b.old + row,
                   b.tile + row, view.value_scale},
                  seen, view.fns.rounds_weights);
   }
@@ -65,8 +63,8 @@ inline int UpdateRowsInFours(const Block& b, const View& view) {
     for (int r = 0; r < 4; ++r) {
       scale[r] = ScoreScaleOfRow(b, view, row + r);
     }
-    UpdateRows<4>({b.scores + row * kTileTokens, scale, b.shift + row * kTileRuns, b.state + row,
-                   b.old + row, b.tile + row, view.value_scale});
+    UpdateRows<4>({b.scores + row * kTileTokens, scale, b.shift + row * kTileRuns, kTileRuns,
+                   b.state + row, b.old + row, b.tile + row, view.value_scale});
   }
   return row;
 }
