@@ -107,7 +107,7 @@ class LayerStore:
         turned = rotate_rows(k - mean) if self.quality.rotate else k - mean
         base = np.zeros_like(turned, np.float32)
         if self.k_base is not None:
-            rows = self.k_base.astype(np.float64)
+            rows = self.k_base.astype(np.float64) - mean
             rows = rotate_rows(rows) if self.quality.rotate else rows
             base = np.repeat(self._offsets(rows), self.quality.block_len, axis=0)[: len(k)]
         views = self._views(self.k_mode, turned, self.k_scales, base=base)

@@ -69,7 +69,8 @@ struct QueryScaling {
 // quantized and stored. With a window they are stored in its pool, and QuantizeBlocks follows.
 //
 // If the pool that is written has K offsets, a block's offset comes from K's bias, because its keys
-// are not known yet. It is k_base after RoPE at the middle of the block and the rotation, in int8.
+// are not known yet. It is k_base after RoPE at the middle of the block, minus K's mean and rotated
+// as keys are, in int8.
 // It is stored with the first slot and subtracted from every key. It depends on the position alone.
 struct WriteKvParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]

@@ -143,12 +143,13 @@ std::vector<float> InWindow(Layer& layer, Sequence& sequence, int head, int toke
   return row;
 }
 
-// Returns the offset that the window subtracts from every key, which is the rotated bias.
-std::vector<float> BaseOf(const KvLayerView& window16) {
+// Returns the offset that the window subtracts from every key of a head, which is the bias minus
+// the mean, rotated.
+std::vector<float> BaseOf(const KvLayerView& window16, const float* mean) {
   std::vector<float> base(static_cast<size_t>(window16.head_dim), 0.f);
   if (window16.HasKOffset()) {
     for (size_t d = 0; d < base.size(); ++d) {
-      base[d] = BiasOf(static_cast<int>(d));
+      base[d] = BiasOf(static_cast<int>(d)) - mean[d];
     }
     FastestCpuRowKernels().rotate_row(base.data(), window16.head_dim);
     std::vector<uint8_t> payload(base.size());
@@ -162,10 +163,11 @@ std::vector<float> BaseOf(const KvLayerView& window16) {
 // remains of each key.
 void CheckBlock(Layer& layer, Sequence& sequence, int block) {
   const KvLayerView& view = layer.quantized().view();
-  const std::vector<float> base = BaseOf(layer.window16().view());
   const int n = view.head_dim;
   const int64_t id = layer.quantized().table()[static_cast<size_t>(block)];
   for (int head = 0; head < kHeads; ++head) {
+    const std::vector<float> base =
+        BaseOf(layer.window16().view(), sequence.mean.data() + static_cast<int64_t>(head) * n);
     std::vector<std::vector<float>> keys;
     std::vector<float> offset(static_cast<size_t>(n), 0.f);
     std::vector<float> run(static_cast<size_t>(n));

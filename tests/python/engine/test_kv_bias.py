@@ -84,8 +84,10 @@ def test_constant_on_slow_pairs_costs_no_accuracy(
     slow: dict[float, Divergence], name: str, quality: str, bias: float
 ) -> None:
     label = f"{name}{quality}"
-    # KL grows with the square of an error. The floor is the noise of two different models.
-    assert slow[bias][label] < 2 * slow[0.0][label] + 1e-4
+    # KL grows with the square of an error. Keys of 300 are rounded to steps of 1/4 in 16 bits, so
+    # that the baseline itself is that far from exact keys.
+    floor = 3e-3 if bias > 100 else 1e-4
+    assert slow[bias][label] < 2 * slow[0.0][label] + floor
 
 
 def test_constant_on_slow_pairs_ruins_formats_without_k_offset(

@@ -1,5 +1,7 @@
 """Tests of the NumPy reference of `kv_quality`, part by part."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from reference import codecs
@@ -8,6 +10,7 @@ from reference.floats import round_to
 from reference.quality import (
     BALANCED,
     RAW,
+    WINDOW_OF_16_BITS,
     LayerStore,
     Quality,
     hadamard,
@@ -133,7 +136,7 @@ def test_layer_store_mean_and_rotation_cancel_in_fp32() -> None:
     # Nothing is rounded in FP32, so K must come back unchanged, whatever the mean is.
     k = gaussian(40, 2, 64)
     mean = (10 * gaussian(2, 64, seed=4)).astype(np.float32)
-    store = LayerStore("none", "none", "float32", BALANCED, k_mean=mean)
+    store = LayerStore("none", "none", "float32", WINDOW_OF_16_BITS, k_mean=mean)
     for view in store.keys(k):
         assert np.abs(view - k).max() < 1e-5  # stored in FP32, with values up to 30
 
@@ -143,10 +146,38 @@ def test_layer_store_views_have_the_error_of_their_format(mode: str) -> None:
     # 16-bit rows have 16-bit error. Quantized rows have their format's error, scaled per head.
     k = gaussian(64, 2, 64)
     scales = np.array([1.0, 0.02], np.float32)
-    store = LayerStore(mode, mode, "float16", BALANCED, k_scales=scales, v_scales=scales)
+    store = LayerStore(mode, mode, "float16", WINDOW_OF_16_BITS, k_scales=scales, v_scales=scales)
     for window16, quantized in (store.keys(k), store.values(k)):
         assert 0 < np.abs(window16 - k).max() < 4e-3
         error = np.linalg.norm(quantized - k, axis=(0, 2)) / np.linalg.norm(k, axis=(0, 2))
         assert (error > 2e-3).all() and (error < 0.15).all()
         if mode in codecs.SCALED:
             assert not np.isclose(error[0], error[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", FP4)
+def test_layer_store_offset_removes_what_the_keys_of_a_block_share(mode: str) -> None:
+    shared = np.repeat(30 * gaussian(2, 2, 64, seed=5), 64, axis=0)
+    k = gaussian(128, 2, 64) + shared
+
+    def error(quality: Quality) -> float:
+        quantized = LayerStore(mode, mode, "float16", quality).keys(k)[1]
+        return float(np.linalg.norm(quantized - k) / np.linalg.norm(k - shared))
+
+    assert error(replace(WINDOW_OF_16_BITS, k_offset=True)) < 0.15 < 1 < error(WINDOW_OF_16_BITS)
+
+
+def test_layer_store_int8_window_has_the_error_of_int8() -> None:
+    k = gaussian(128, 2, 64)
+    window, _ = LayerStore("nvfp4", "nvfp4", "float16", BALANCED).keys(k)
+    assert 2e-3 < np.linalg.norm(window - k) / np.linalg.norm(k) < 8e-3
+
+
+def test_layer_store_base_is_subtracted_before_and_added_after_int8() -> None:
+    base = (50 * gaussian(2, 2, 64, seed=7)).astype(np.float32)
+    k = gaussian(128, 2, 64) + np.repeat(base, 64, axis=0)
+    errors = []
+    for k_base in (None, base):
+        window, _ = LayerStore("nvfp4", "nvfp4", "float16", BALANCED, k_base=k_base).keys(k)
+        errors.append(float(np.linalg.norm(window - k)))
+    assert errors[1] < errors[0] / 10

@@ -68,7 +68,8 @@ def test_layer_holds_the_rows_of_a_16_bit_cache_as_its_format_stores_them(
 
 
 def test_copies_of_the_16_bit_window_are_the_rows_of_a_16_bit_cache(folder: str) -> None:
-    plain, stored = export(folder, "none"), export(folder, "nvfp4", kv_quality="balanced")
+    plain = export(folder, "none")
+    stored = export(folder, "nvfp4", kv_quality="balanced", kv_window="16bit")
     copies = stored.layer(0, window16=True)
     everywhere = plain.layer(0).blocks
     assert copies.blocks and set(copies.blocks) <= set(everywhere)
@@ -79,6 +80,27 @@ def test_copies_of_the_16_bit_window_are_the_rows_of_a_16_bit_cache(folder: str)
         want = by_block[[everywhere.index(b) for b in copies.blocks]].reshape(got.shape)
         error = np.abs(got - want).max() / np.abs(want).max()
         assert error < ROTATION_ERROR if side == 0 else error == 0
+
+
+def test_copies_of_the_int8_window_are_rows_of_int8(folder: str) -> None:
+    plain, stored = export(folder, "none"), export(folder, "nvfp4", kv_quality="balanced")
+    copies = stored.layer(0, window16=True)
+    everywhere = plain.layer(0).blocks
+    for given, got in zip(read(plain, 0), read(stored, 0, window16=True), strict=True):
+        by_block = given.reshape(len(everywhere), BLOCK, *given.shape[1:])
+        want = by_block[[everywhere.index(b) for b in copies.blocks]].reshape(got.shape)
+        assert 0 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.01
+
+
+def test_quantized_blocks_are_read_with_their_k_offset(folder: str) -> None:
+    plain, stored = export(folder, "none"), export(folder, "nvfp4", kv_quality="balanced")
+    layer, everywhere = stored.layer(0), plain.layer(0).blocks
+    if not layer.blocks:
+        pytest.skip("every block of this model is in the window")
+    for given, got in zip(read(plain, 0), read(stored, 0), strict=True):
+        by_block = given.reshape(len(everywhere), BLOCK, *given.shape[1:])
+        want = by_block[[everywhere.index(b) for b in layer.blocks]].reshape(got.shape)
+        assert 0 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.12
 
 
 def test_layer_rejects(folder: str) -> None:

@@ -235,5 +235,6 @@ def test_eval_ppl_labels_every_format_and_quality(folder, file, tmp_path):
         *("k=fp8,v=nvfp4", "k=fp8,v=nvfp4/balanced", "k=fp8,v=nvfp4/best"),
     ]
     assert facts["setups"]["int4/best"]["calibration"] == file.name
-    assert "int4" not in facts["setups"]
+    assert facts["setups"]["int4"]["k_offset"] == "block"  # the model has a bias of K
+    assert "none" not in facts["setups"]
     assert all(row["tokens"] == 255 for row in facts["modes"].values())

@@ -116,7 +116,9 @@ def fakes(monkeypatch):
     monkeypatch.setattr(kv_search, "Sizes", Sizes)
     monkeypatch.setattr(kv_search, "evaluate", evaluate)
     state.model = SimpleNamespace(
-        config=SimpleNamespace(num_layers=LAYERS, windows=[0] * LAYERS, max_position=64),
+        config=SimpleNamespace(
+            num_layers=LAYERS, windows=[0] * LAYERS, max_position=64, k_bias=False
+        ),
         configure=lambda config: config,
     )
     return state

@@ -352,6 +352,9 @@ TM_DEVICE void ProcessRow<kRowLanes>::SubtractOffset() {
   if (op().block_cos != nullptr) {
     base.Rotate(op().block_cos, op().block_sin);
   }
+  if (op().k_mean != nullptr) {
+    base.SubtractMean();
+  }
   if (launch.rotation_size > 0) {
     base.Hadamard();
   }

@@ -31,7 +31,7 @@ struct FourSums {
 TM_HD FourSums SumsOf(const F32x16 (&a)[4]) {
   FourSums sums;
 #if defined(TM_ISA_avx512)
-  _mm_storeu_ps(sums.of, _mm512_castps512_ps128(SumOfEach(a)));
+  _mm512_mask_storeu_ps(sums.of, 0xf, SumOfEach(a));
 #else
   for (int i = 0; i < 4; ++i) {
     sums.of[i] = ReduceAdd(a[i]);

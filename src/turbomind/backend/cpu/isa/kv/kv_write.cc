@@ -101,6 +101,9 @@ void SubtractOffset(const WriteHeadArgs& args, const TokenRows& t, float* key) {
     const int64_t angles = static_cast<int64_t>(args.token) * (p.rope_dim / 2);
     RotateRow(offset, p.block_cos + angles, p.block_sin + angles, p.rope_dim / 2);
   }
+  if (p.k_mean != nullptr) {
+    SubtractRow(offset, p.k_mean + static_cast<int64_t>(args.head) * n, n);
+  }
   if (p.rotate) {
     HadamardRow(offset, n, RotationSize(n));
   }
