@@ -337,9 +337,9 @@ class TurbomindEngineConfig:
         for name in ("kv_rotation", "kv_scale_search"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name), flag=flag_of(name))
-        for name, choices in (("kv_k_offset", KV_K_OFFSETS), ("kv_window", KV_WINDOWS)):
+        for name, names in (("kv_k_offset", KV_K_OFFSETS), ("kv_window", KV_WINDOWS)):
             value = getattr(self, name)
-            check_choice(name, value, choices=(None, *choices), flag=flag_of(name))
+            check_choice(name, value, choices=(None, *names), flag=flag_of(name))
         for name, min_value in (("kv_sink_tokens", 0), ("kv_recent_tokens", -1)):
             value = getattr(self, name)
             if value is None:

@@ -18,9 +18,9 @@ MAX_BIAS_LEFT = 10.0
 
 def warn_of_bias(
     options: KvOptions,
+    *,
     model: _turbomind.ModelConfig,
     weights: _turbomind.Weights,
-    *,
     device: _turbomind.Device,
     block_seq_len: int,
 ) -> None:

@@ -202,8 +202,8 @@ def _start_core(
     loaded = models[-1]
     warn_of_bias(
         kv,
-        loaded.config,
-        loaded.weights,
+        model=loaded.config,
+        weights=loaded.weights,
         device=device,
         block_seq_len=config.cache_block_seq_len,
     )

@@ -121,8 +121,8 @@ def warnings_of(
         nothing = SimpleNamespace()
         warn_of_bias(
             kv,
-            SimpleNamespace(k_bias=k_bias),  # type: ignore[arg-type]
-            nothing,  # type: ignore[arg-type]
+            model=SimpleNamespace(k_bias=k_bias),  # type: ignore[arg-type]
+            weights=nothing,  # type: ignore[arg-type]
             device=nothing,  # type: ignore[arg-type]
             block_seq_len=64,
         )
