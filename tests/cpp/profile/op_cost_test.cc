@@ -77,7 +77,8 @@ Seen CountSeen(const PrecisionWindow& rule, int window, int first, int last) {
 }  // namespace
 
 TEST_CASE("attention reads the K offset of each block once") {
-  AttentionParams params = Batch().Params(KvCacheMode::kFp4Nv);
+  const Batch batch;
+  AttentionParams params = batch.Params(KvCacheMode::kFp4Nv);
   const int64_t without = DecodeCost(params).kv_bytes;
   const block::Config config = {.layers = {{KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv}},
                                 .kv_heads = 2,
