@@ -10,6 +10,7 @@ offset, too.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW16_TOKENS = 64
 NO_WINDOW16 = -1
+# Beyond this amplitude, quantized keys have more than 5 times the KL divergence that they have
+# without the bias (docs/accuracy.md).
+MAX_BIAS_LEFT = 10.0
+
+logger = logging.getLogger("lmdeploy")
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,39 @@ def apply_kv_options(
 
         constants = checkpoint_constants(options.scales, options.layers, heads=model.num_kv_heads)
         engine_config.set_kv_calibration(None, *constants)
+
+
+def warn_of_bias(
+    options: KvOptions,
+    *,
+    model: _turbomind.ModelConfig,
+    weights: _turbomind.Weights,
+    device: _turbomind.Device,
+    block_seq_len: int,
+) -> None:
+    """Log a warning if quantized keys keep a large bias."""
+    from lmdeploy import _turbomind
+
+    values = {pair.v for pair in options.layers if pair.k != "none"}
+    if not model.k_bias or not values:
+        return
+    if not options.k_offset:
+        logger.warning(
+            "KV cache: K has a bias, which costs %s most of its accuracy without a K offset. Use "
+            "--kv-k-offset block.",
+            options.format,
+        )
+        return
+    left = _turbomind.k_bias_left(model, weights, device, block_seq_len=block_seq_len)
+    if left > MAX_BIAS_LEFT:
+        logger.warning(
+            "KV cache: the bias of K has up to %.0f in high frequencies, which a K offset does not "
+            "remove, so that %s loses accuracy. Use --kv-cache-format k=none,v=%s to keep K in 16 "
+            "bits.",
+            left,
+            options.format,
+            next((value for value in sorted(values) if value.endswith("4")), "nvfp4"),
+        )
 
 
 def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: int) -> str:

@@ -14,7 +14,7 @@ from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
-from lmdeploy.engine.kv_bias import warn_of_bias
+from lmdeploy.engine.kv_quality import warn_of_bias
 from lmdeploy.engine.plan import plan_engine, read_draft_texts
 from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open_traffic
 

@@ -16,9 +16,8 @@ from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy import _turbomind
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.engine.kv_bias import MAX_BIAS_LEFT, warn_of_bias
 from lmdeploy.engine.kv_calibration import write_calibration
-from lmdeploy.engine.kv_quality import resolve_kv_options
+from lmdeploy.engine.kv_quality import MAX_BIAS_LEFT, resolve_kv_options, warn_of_bias
 from lmdeploy.lite.calibrate import CalibrationOptions, calibrate
 from lmdeploy.lite.divergence import cache_variants, evaluate
 from lmdeploy.lite.prompt_engine import OpenModel, open_model

@@ -152,8 +152,9 @@ def test_metrics_endpoint_exports_every_metric(url):
         assert f"lmdeploy:{name}{{" in text, name
     assert 'prefix_cache_hit_rate{model_name="m"} 0.5' in text
     for line in (
-        'kv_cache_info{calibration="",mode="nvfp4",model_name="m",quality="balanced",'
-        'recent_tokens="64",rotation="true",scale_search="true",sink_tokens="64"} 1.0',
+        'kv_cache_info{calibration="",k_offset="none",mode="nvfp4",model_name="m",'
+        'quality="balanced",recent_tokens="64",rotation="true",scale_search="true",'
+        'sink_tokens="64",window="16bit"} 1.0',
         'gemm_info{gemm_input_dtype="int16",model_name="m"} 1.0',
         'kv_cache_window_blocks_total{model_name="m"} 6.0',
         'kv_cache_window_blocks_active{model_name="m"} 2.0',

@@ -27,8 +27,13 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine():
+    # The model nearly prefers another first word about Paris: a window in int8 decides that tie.
     config = TurbomindEngineConfig(
-        quant_policy=16, session_len=2048, max_batch_size=8, deterministic=True
+        quant_policy=16,
+        kv_window="16bit",
+        session_len=2048,
+        max_batch_size=8,
+        deterministic=True,
     )
     return AsyncEngine.load("smollm2", config, progress=False)
 
@@ -182,7 +187,7 @@ def test_generate_logprobs_equal_log_softmax_of_logits(engine):
 def test_dry_run_prints_the_memory_plan(capsys):
     assert main(["serve", "api_server", "smollm2", "--dry-run", "--quant-policy", "16"]) == 0
     text = capsys.readouterr().out
-    for part in ("format nvfp4", "6,480 bytes per token", "reserved bytes", "touched bytes"):
+    for part in ("format nvfp4", "6,600 bytes per token", "reserved bytes", "touched bytes"):
         assert part in text
 
 

@@ -177,6 +177,7 @@ def test_engine_stats_describe_cache_and_requests(url):
     cache = stats["kv_cache"]
     assert cache["blocks"] == {"total": 10, "active": 0, "cached": 0, "free": 10}
     assert cache["window16"] == {
+        "format": "16bit",
         "sink_tokens": 64,
         "recent_tokens": 64,
         "blocks": {"total": 6, "active": 2, "cached": 1, "free": 3},

@@ -155,7 +155,7 @@ def test_smollm2_answer_streams_and_blocks_appear(open_tab: Any, smollm2: str) -
     assert "stopped" in tab.texts(".answer .stats")[-1]
     expect(tab.page.locator("#pool-window16 rect.active")).to_have_count(0)
     expect(tab.page.locator("#conversation-blocks rect.window16").first).to_be_visible()
-    assert tab.texts("#bytes b") == ["6,480", "23,040"]
+    assert tab.texts("#bytes b") == ["6,600", "23,040"]
 
 
 @pytest.mark.parametrize(
