@@ -410,7 +410,7 @@ packed_layout_id: int  # of the tiles that `packed` returns
 def k_bias_left(
     model: ModelConfig, weights: Weights, device: Device, *, block_seq_len: int
 ) -> float:
-    """Return the largest amplitude of a bias of K that a K offset leaves in a key."""
+    """Return the largest amplitude of a bias of K that stays in quantized keys."""
 
 def packed_bytes(format: str, rows: int, cols: int) -> int:
     """Return the bytes of the tiles of one matrix; 0 for MXFP4."""

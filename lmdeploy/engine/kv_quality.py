@@ -236,8 +236,8 @@ def warn_of_bias(
     left = _turbomind.k_bias_left(model, weights, device, block_seq_len=block_seq_len)
     if left > MAX_BIAS_LEFT:
         logger.warning(
-            "KV cache: the bias of K has up to %.0f in high frequencies, which a K offset does not "
-            "remove, so that %s loses accuracy. Use --kv-cache-format k=none,v=%s to keep K in 16 "
+            "KV cache: the bias of K has up to %.0f in more frequencies than the cache can leave "
+            "out, so that %s loses accuracy. Use --kv-cache-format k=none,v=%s to keep K in 16 "
             "bits.",
             left,
             options.format,

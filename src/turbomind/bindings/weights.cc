@@ -15,7 +15,7 @@
 #include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/mapped_file.h"
-#include "turbomind/model/k_base.h"
+#include "turbomind/model/k_bias.h"
 
 namespace py = pybind11;
 

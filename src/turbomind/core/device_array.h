@@ -8,42 +8,44 @@
 
 namespace turbomind {
 
-// FP32 values in a device's memory. The constructor copies `values`, which may be freed when it
-// returns. The device must outlive the array.
-class DeviceArray {
+// Values in a device's memory. The constructor copies `values`, which may be freed when it returns.
+// The device must outlive the array.
+template <class T>
+class DeviceArrayOf {
  public:
-  DeviceArray() = default;
+  DeviceArrayOf() = default;
   // Throws std::bad_alloc.
-  DeviceArray(DeviceMemory& device, const float* values, int64_t size) : size_(size) {
+  DeviceArrayOf(DeviceMemory& device, const T* values, int64_t size) : size_(size) {
     if (size > 0) {
       device_ = &device;
-      data_ = static_cast<float*>(device.Reserve(num_bytes()));
+      data_ = static_cast<T*>(device.Reserve(num_bytes()));
       device.Copy(data_, values, num_bytes());
       device.Synchronize();
     }
   }
-  ~DeviceArray() {
+  ~DeviceArrayOf() {
     if (data_ != nullptr) {
       device_->Release(data_, num_bytes());
     }
   }
-  DeviceArray(DeviceArray&& other) noexcept { *this = std::move(other); }
-  DeviceArray& operator=(DeviceArray&& other) noexcept {
+  DeviceArrayOf(DeviceArrayOf&& other) noexcept { *this = std::move(other); }
+  DeviceArrayOf& operator=(DeviceArrayOf&& other) noexcept {
     std::swap(device_, other.device_);
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
     return *this;
   }
 
-  const float* data() const { return data_; }  // null if empty
+  const T* data() const { return data_; }  // null if empty
   int64_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
-  size_t num_bytes() const { return static_cast<size_t>(size_) * sizeof(float); }
+  size_t num_bytes() const { return static_cast<size_t>(size_) * sizeof(T); }
 
  private:
   DeviceMemory* device_ = nullptr;
-  float* data_ = nullptr;
+  T* data_ = nullptr;
   int64_t size_ = 0;
 };
+using DeviceArray = DeviceArrayOf<float>;
 
 }  // namespace turbomind

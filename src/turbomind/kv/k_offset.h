@@ -13,7 +13,8 @@
 //
 // A block whose keys are quantized when they are written cannot know their mean. If the model has a
 // bias of K, the block's offset is then the mean of the bias alone, after RoPE at its positions
-// (WriteKvParams::k_base). High frequencies turn around within a block and have a mean of zero.
+// (WriteKvParams::k_base). High frequencies turn around within a block and have a mean of zero: see
+// ops/fast_bias.h.
 //
 // Compile without FMA contraction, as kv/codec.h.
 

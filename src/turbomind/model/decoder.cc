@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
-#include "turbomind/model/k_base.h"
 #include "turbomind/ops/attention.h"
 #include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
@@ -115,13 +114,13 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     const LayerCache& cache = config_.layers[i];
     const auto group = static_cast<size_t>(cache.group);
     step_groups_.resize(std::max(step_groups_.size(), group + 1));
-    k_bases_.push_back(UploadKBase(static_cast<int>(i)));
     step_groups_[group] = {.batch = {},
                            .window = cache.window,
                            .kv_heads = cache.kv.kv_heads,
                            .has_window16 = cache.window16.data != nullptr,
                            .rule = cache.rule};
   }
+  k_biases_ = KBiasArrays(config_, *weights_, ropes_, device_);
   num_clipped_.assign(step_groups_.size(), 0);
   scratch_bytes_ = scratch_.Place(model, limits, nullptr);
   memory_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
@@ -129,22 +128,6 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
   if (!shifts_sinks) {
     scratch_.q_dot_mean = nullptr;  // needed only by layers with sinks
   }
-}
-
-// Returns k_base of a layer; empty unless keys are written to a pool with K offsets.
-DeviceArray Decoder::UploadKBase(int index) {
-  const KvLayerView& written = config_.layers[static_cast<size_t>(index)].written();
-  if (!written.HasKOffset()) {
-    return {};
-  }
-  Check(model().k_bias, "a pool whose keys are written with an offset needs a model with k_bias");
-  block_rope_tokens_ = written.block_seq_len;
-  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
-  std::vector<float> bias = ReadKBias(model(), layer, device_);
-  const int rope = model().RopeOf(index);
-  bias = MakeKBase(std::move(bias), model().head_dim,
-                   rope < 0 ? nullptr : &ropes_[static_cast<size_t>(rope)], written.block_seq_len);
-  return {device_, bias.data(), static_cast<int64_t>(bias.size())};
 }
 
 Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
@@ -184,8 +167,8 @@ void Decoder::FillRopes(const BatchView& batch) {
   for (size_t i = 0; i < ropes_.size(); ++i) {
     if (ropes_[i].enabled()) {
       fill(i, scratch_.ropes[i], 0);
-      if (block_rope_tokens_ > 0) {
-        fill(i, scratch_.block_ropes[i], block_rope_tokens_);
+      if (k_biases_.base_block_seq_len() > 0) {
+        fill(i, scratch_.block_ropes[i], k_biases_.base_block_seq_len());
       }
     }
   }
@@ -398,12 +381,12 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
   }
   const int rope = model().RopeOf(index);
   const RopeAngles angles = rope < 0 ? RopeAngles{} : scratch_.ropes[static_cast<size_t>(rope)];
-  const float* k_base = k_bases_[static_cast<size_t>(index)].data();
+  const float* k_base = k_biases_.base(index);
   const RopeAngles block_angles = rope < 0 || k_base == nullptr
                                       ? RopeAngles{}
                                       : scratch_.block_ropes[static_cast<size_t>(rope)];
   invokeProcessKV_v2(device_, {.qkv = scratch_.qkv,
-                               .bias = layer.qkv.bias.data,
+                               .bias = k_biases_.qkv(index),
                                .q_norm = by_head ? layer.q_norm.data : nullptr,
                                .k_norm = by_head ? layer.k_norm.data : nullptr,
                                .norm_eps = model().norm_eps,
@@ -480,6 +463,7 @@ void Decoder::Attention(int index, const BatchView& batch, bool include_prefill)
       .window = cache.window,
       .sinks = layer.sinks.data,
       .q_dot_mean = cache.k_mean != nullptr ? scratch_.q_dot_mean : nullptr,
+      .fast_bias = k_biases_.fast(index),
       .kv = cache.kv,
       .window16 = cache.window16,
       .rule = cache.rule,

@@ -10,6 +10,7 @@
 
 #include "turbomind/kv/kv_cache.h"
 #include "turbomind/model/decoder_scratch.h"
+#include "turbomind/model/k_bias_arrays.h"
 #include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
@@ -40,7 +41,8 @@ struct DecoderConfig {
   std::vector<LayerCache> layers;  // one per layer
   bool rotate_k = false;
   bool search_scales = false;
-  StepLimits limits;  // removes_mean is also set if a layer has k_mean
+  int max_positions = 0;  // of a sequence; 0: cached keys have their whole bias
+  StepLimits limits;      // removes_mean is also set if a layer has k_mean
   // If set, receives K and V of every step as they are stored. Needs collects_kv_statistics.
   KvStatistics* statistics = nullptr;
 };
@@ -109,7 +111,6 @@ class Decoder {
     bool accumulate = false;
   };
 
-  DeviceArray UploadKBase(int index);
   void FillRopes(const BatchView& batch);
   void RunLayers(const DecoderInput& input);
   void Attention(int index, const BatchView& batch, bool include_prefill);
@@ -139,8 +140,7 @@ class Decoder {
   Device& device_;
   std::vector<RopeTable> ropes_;        // as ModelConfig::ropes
   std::vector<DeviceArray> inv_freqs_;  // of ropes_
-  std::vector<DeviceArray> k_bases_;    // by layer; empty if its K offsets come from keys
-  int block_rope_tokens_ = 0;           // block length of scratch_.block_ropes; 0: not used
+  KBiasArrays k_biases_;
   std::vector<StepGroup> step_groups_;  // by layer group
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;

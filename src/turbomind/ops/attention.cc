@@ -40,6 +40,14 @@ void CheckSequence(const AttentionParams& p, int seq) {
   CheckBlocks(batch, batch.window16_tables, {seq, recent, end}, block_seq_len);
 }
 
+void CheckFastBias(const FastBias& bias) {
+  Check(bias.num_pairs >= 0 && bias.num_pairs <= kMaxFastPairs,
+        "num_pairs of the fast bias must be at most kMaxFastPairs");
+  Check(bias.num_pairs == 0 || (bias.directions != nullptr && bias.waves_of != nullptr &&
+                                bias.waves != nullptr && bias.num_positions % kTileTokens == 0),
+        "a fast bias must have directions and waves of whole tiles");
+}
+
 void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) {
   CheckLayer(params.kv);
   CheckWindow16Layer(params.kv, params.window16);
@@ -58,8 +66,12 @@ void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) 
   Check(params.score_cap >= 0.f, "score_cap must not be negative");
   Check(params.score_cap == 0.f || params.q_dot_mean == nullptr,
         "a layer with a score cap must not subtract the mean of K");
+  CheckFastBias(params.fast_bias);
   for (int seq = first_seq; seq < last_seq; ++seq) {
     CheckSequence(params, seq);
+    Check(params.fast_bias.num_pairs == 0 ||
+              params.batch.context_lens[seq] <= params.fast_bias.num_positions,
+          "the waves of the fast bias must cover the context");
   }
 }
 

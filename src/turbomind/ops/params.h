@@ -10,6 +10,7 @@
 #include "turbomind/core/host_device.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
+#include "turbomind/ops/fast_bias.h"
 
 namespace turbomind {
 
@@ -114,7 +115,7 @@ struct QuantizeBlocksParams {
 };
 
 // Dequantizes the cache of some sequences to dense FP32, as a query at position context_len - 1
-// reads it. Values are as stored (K after RoPE, mean removal and rotation).
+// reads it. Values are as stored (K after RoPE, mean removal and rotation, without FastBias).
 struct FlattenKVParams {
   float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]
   float* v = nullptr;  // same; slots at or beyond context_len are not written
@@ -152,6 +153,7 @@ struct AttentionParams {
   // [num_tokens, q_heads] from WriteKv if K's mean was subtracted. A sink's logit is lowered by
   // softmax_scale times this value, as all scores are. Null: no mean.
   const float* q_dot_mean = nullptr;
+  FastBias fast_bias = {};
   KvLayerView kv;
   KvLayerView window16 = {};  // 16 bits; data is null if there is no 16-bit window
   PrecisionWindow rule = {};

@@ -43,6 +43,7 @@ struct Case {
   bool mean = false;  // K has a mean subtracted: sinks are lowered
   bool exact = true;
   float score_cap = 0.f;
+  int fast_pairs = 0;  // FastBias::num_pairs
 };
 
 // The layer's quantized pool and its window with the same rows.
@@ -74,6 +75,15 @@ struct Inputs {
   std::vector<float> q;  // [context, q_heads, head_dim]; rows before `first` are not read
   std::vector<float> sinks;
   std::vector<float> q_dot_mean;  // [context, q_heads]
+  // FastBias of arbitrary waves; all heads share them in different order.
+  std::vector<float> directions;
+  std::vector<int32_t> waves_of;
+  std::vector<float> waves;
+  int64_t num_positions = 0;
+
+  FastBias fast_bias(const Case& c) const {
+    return {c.fast_pairs, directions.data(), waves_of.data(), waves.data(), num_positions};
+  }
 };
 
 inline Inputs MakeInputs(const Case& c) {
@@ -90,6 +100,17 @@ inline Inputs MakeInputs(const Case& c) {
   }
   for (int i = 0; i < c.shape.context * q_heads; ++i) {
     in.q_dot_mean.push_back(4.f * normal(random));
+  }
+  const int num_directions = c.shape.kv_heads * c.fast_pairs * 2;
+  for (int i = 0; i < num_directions * c.shape.head_dim; ++i) {
+    in.directions.push_back(1.5f * normal(random));
+  }
+  for (int i = 0; i < c.shape.kv_heads * c.fast_pairs; ++i) {
+    in.waves_of.push_back(i * 3 % std::max(c.fast_pairs, 1));
+  }
+  in.num_positions = (c.shape.context + kTileTokens - 1) / kTileTokens * kTileTokens;
+  for (int64_t i = 0; i < c.fast_pairs * 2 * in.num_positions; ++i) {
+    in.waves.push_back(normal(random));
   }
   return in;
 }
@@ -151,6 +172,7 @@ inline void RunStep(const Run& run, int begin, int count, float* out) {
   p.window = c.window;
   p.sinks = c.sinks ? run.in.sinks.data() : nullptr;
   p.q_dot_mean = c.mean ? run.in.q_dot_mean.data() + begin * q_heads : nullptr;
+  p.fast_bias = run.in.fast_bias(c);
   p.kv = run.caches.quantized.view();
   p.rule = run.caches.rule;
   const StepTables tables = TablesOf(run, begin, count);
@@ -213,6 +235,13 @@ inline std::vector<double> Reference(const Case& c, Caches& caches, const Inputs
     for (int d = 0; d < dim; ++d) {
       score += static_cast<double>(q[d]) * k[d];
     }
+    for (int wave = 0; wave < 2 * c.fast_pairs; ++wave) {
+      const int pair = head * c.fast_pairs + wave / 2;
+      const float* direction = in.directions.data() + (2 * pair + wave % 2) * dim;
+      const double amplitude = std::inner_product(q, q + dim, direction, 0.);
+      const auto row = 2 * in.waves_of[static_cast<size_t>(pair)] + wave % 2;
+      score += amplitude * in.waves[static_cast<size_t>(row * in.num_positions + t)];
+    }
     const double cap = c.score_cap;
     scores.push_back(cap > 0 ? cap * std::tanh(score * scale / cap) : score * scale);
     largest = std::max(largest, scores.back());
@@ -272,9 +301,9 @@ inline std::string Name(const Case& c, const std::string& isa) {
          ToString(c.shape.dtype) + " dim=" + std::to_string(c.shape.head_dim) +
          " group=" + std::to_string(c.group) + " window=" + std::to_string(c.window) +
          " sinks=" + std::to_string(c.sinks) + " block=" + std::to_string(c.shape.block_seq_len) +
-         (c.exact ? " exact" : " rounded") + (c.shape.k_offset ? " offsets" : "") + " window of " +
-         ToString(c.window_format) + "=" + std::to_string(c.window16.sink_tokens) + "," +
-         std::to_string(c.window16.recent_tokens);
+         (c.exact ? " exact" : " rounded") + (c.shape.k_offset ? " offsets" : "") +
+         (c.fast_pairs > 0 ? " fast pairs" : "") + " window of " + ToString(c.window_format) + "=" +
+         std::to_string(c.window16.sink_tokens) + "," + std::to_string(c.window16.recent_tokens);
 }
 
 // Checks that every chunk size returns the same bits, close to double precision. Returns the bits.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <string>
@@ -66,6 +67,8 @@ struct Ingredients {
   KvCacheMode window_format = KvCacheMode::kNone;
   bool k_offset = false;
   bool k_bias = false;  // the written pool has K offsets, from a bias of BiasOf(channel)
+  // Changes the parameters of a write whose first token is at a position.
+  std::function<void(WriteKvParams&, int)> adjust_write = {};
 };
 
 inline float BiasOf(int channel) { return channel % 3 == 0 ? 20.f : -10.f; }
@@ -199,6 +202,9 @@ class Layer {
     p.k_base = written.HasKOffset() ? k_base_.data() : nullptr;
     p.num_nonfinite = &num_nonfinite_;
     p.num_clipped = &num_clipped_;
+    if (with_.adjust_write) {
+      with_.adjust_write(p, begin);
+    }
     invokeProcessKV_v2(*device_, p);
   }
 

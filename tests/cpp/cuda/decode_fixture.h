@@ -40,6 +40,7 @@ struct Case {
   PrecisionWindowTokens window16 = {};
   KvCacheMode window_format = KvCacheMode::kNone;
   bool k_offset = false;  // of both pools, where K is quantized
+  int fast_pairs = 0;     // FastBias::num_pairs
   float score_cap = 0.f;
   bool sinks = false;
   bool mean = false;
@@ -135,8 +136,16 @@ struct Layer {
     q = sampling(true, c.max_seqs * q_stride());
     sinks = sampling(c.sinks, q_heads());
     q_dot_mean = sampling(c.mean, c.max_seqs * q_heads());
+    directions = sampling(true, c.kv_heads * c.fast_pairs * 2 * c.head_dim);
+    waves = sampling(true, c.fast_pairs * 2 * num_positions());
+    for (int i = 0; i < c.kv_heads * c.fast_pairs; ++i) {
+      waves_of.push_back(i * 3 % c.fast_pairs);
+    }
   }
 
+  int num_positions() const {
+    return (c.max_context + kTileTokens - 1) / kTileTokens * kTileTokens;
+  }
   int q_heads() const { return c.group * c.kv_heads; }
   int q_stride() const { return (q_heads() + 2 * c.kv_heads) * c.head_dim; }
   size_t out_size() const { return static_cast<size_t>(c.max_seqs * q_heads() * c.head_dim); }
@@ -152,6 +161,7 @@ struct Layer {
     p.window = c.window;
     p.sinks = c.sinks ? sinks.data() : nullptr;
     p.q_dot_mean = c.mean ? q_dot_mean.data() : nullptr;
+    p.fast_bias = {c.fast_pairs, directions.data(), waves_of.data(), waves.data(), num_positions()};
     p.kv = quantized.view;
     p.rule = rule;
     if (rule.enabled()) {
@@ -168,6 +178,9 @@ struct Layer {
   std::vector<float> q;
   std::vector<float> sinks;
   std::vector<float> q_dot_mean;
+  std::vector<float> directions;  // of the FastBias
+  std::vector<float> waves;
+  std::vector<int32_t> waves_of;
 };
 
 // A decode step over some of a layer's sequences. The tables omit blocks that no query sees.
@@ -246,6 +259,9 @@ class TestGpu {
         q_(stream_, layer.q),
         sinks_(stream_, layer.sinks),
         q_dot_mean_(stream_, layer.q_dot_mean),
+        directions_(stream_, layer.directions),
+        waves_(stream_, layer.waves),
+        waves_of_(stream_, layer.waves_of),
         out_(stream_, std::vector<float>(layer.out_size(), NAN)),
         workspace_(stream_) {
     context_.stream = stream_;
@@ -273,6 +289,9 @@ class TestGpu {
     p.out = out_.data();
     p.sinks = sinks_.data();
     p.q_dot_mean = q_dot_mean_.data();
+    p.fast_bias.directions = directions_.data();
+    p.fast_bias.waves = waves_.data();
+    p.fast_bias.waves_of = waves_of_.data();
     p.kv = layer_.quantized.layout.LayerView(0, quantized_data_.data(), quantized_scales_.data());
     p.kv.global_scale[0] = global_scale_[0].data();
     p.kv.global_scale[1] = global_scale_[1].data();
@@ -324,6 +343,9 @@ class TestGpu {
   GpuArray<float> q_;
   GpuArray<float> sinks_;
   GpuArray<float> q_dot_mean_;
+  GpuArray<float> directions_;
+  GpuArray<float> waves_;
+  GpuArray<int32_t> waves_of_;
   GpuArray<float> out_;
   Workspace workspace_;
   Context context_;
@@ -359,7 +381,7 @@ inline void CheckClose(const Layer& layer, const Step& step, const std::vector<f
       std::to_string(c.head_dim) + " block " + std::to_string(c.block_seq_len) + " window " +
       std::to_string(c.window) + " window of " + ToString(c.window_format) + " " +
       std::to_string(c.window16.sink_tokens) + "," + std::to_string(c.window16.recent_tokens) +
-      (c.k_offset ? " K offsets" : "");
+      (c.k_offset ? " K offsets" : "") + (c.fast_pairs > 0 ? " fast pairs" : "");
   CAPTURE(name);
   const bool bfloat = c.dtype == DataType::kBFloat16 &&
                       (c.v == KvCacheMode::kNone || c.k == KvCacheMode::kNone ||

@@ -138,6 +138,26 @@ TEST_CASE("decode reads an int8 window, with and without K offsets") {
   }
 }
 
+TEST_CASE(
+    "decode adds the fast bias in both pools, for every format of K and any number of heads") {
+  size_t i = 0;
+  for (KvCacheMode k : {kFp4Nv, kFp4Mx, kInt4, kInt8, kFp8E4m3, kFp8E5m2}) {
+    for (int group : {1, 3, 12}) {
+      Case c = {.k = k, .v = i % 2 == 0 ? k : kFp4Nv, .kv_heads = 2, .group = group};
+      c.v = IsListedPair(c.k, c.v) ? c.v : k;
+      c.head_dim = kHeadDims[i % 5];
+      c.window16 = i % 3 == 0 ? PrecisionWindowTokens{} : PrecisionWindowTokens{64, 64};
+      c.window_format = i % 4 < 2 ? kInt8 : kNone;
+      c.k_offset = i % 4 != 1;
+      c.fast_pairs = static_cast<int>(1 + i % 4);
+      c.score_cap = i % 5 == 4 ? 5.f : 0.f;
+      c.max_context = 330;
+      CheckCase(c, {330, 64, static_cast<int32_t>(1 + 17 * i)});
+      ++i;
+    }
+  }
+}
+
 TEST_CASE("long ranges of both pools are split" * doctest::test_suite("small")) {
   Case c = {.k = kInt4, .v = kInt4, .group = 1, .window16 = {576, 640}};
   c.max_seqs = 1;

@@ -144,6 +144,8 @@ inline GpuRun::GpuRun(const Case& c, Caches& caches, const Inputs& in, const Bat
   params.window = c.window;
   params.sinks = c.sinks ? Upload(in.sinks) : nullptr;
   params.q_dot_mean = c.mean ? Upload(host.q_dot_mean) : nullptr;
+  params.fast_bias = {c.fast_pairs, Upload(in.directions), Upload(in.waves_of), Upload(in.waves),
+                      in.num_positions};
   params.kv = Upload(caches.quantized, b);
   params.rule = caches.rule;
   BatchView& batch = params.batch;

@@ -120,6 +120,25 @@ TEST_CASE("prefill adds K offsets and reads int8 windows") {
   }
 }
 
+TEST_CASE("prefill adds the fast bias in both pools, for every format of K") {
+  int i = 0;
+  for (KvCacheMode format : {kFp4Nv, kFp4Mx, kInt4, kInt8, kFp8E4m3, kFp8E5m2}) {
+    for (KvCacheMode window_format : {kNone, kInt8}) {
+      Case c = MakeCase({format, format}, i % 2 == 0 ? 64 : 128);
+      c.shape.k_offset = i % 3 != 2;
+      c.shape.context = 250;
+      c.window16 = {64, 64};
+      c.window_format = window_format;
+      c.fast_pairs = 1 + i % 3;
+      Batch b;
+      b.chunks = {{210, 250}, {0, 21}};
+      b.scratch_bytes = i % 4 < 2 ? kPrefillScratchBytes : 1;  // all heads at once, or one by one
+      CheckBatch(c, b);
+      ++i;
+    }
+  }
+}
+
 // A rule that is off by one block must increase the error.
 TEST_CASE("a wrong window rule is detected") {
   Case c = MakeCase({kInt4, kInt4}, 64);

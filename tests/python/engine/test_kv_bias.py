@@ -1,8 +1,8 @@
 """Tests of every KV quality on a model whose keys have a large constant, as in Qwen2.5.
 
 The constant is a bias of the K projection. RoPE rotates slow pairs little, so the K offset of a
-block contains nearly all of it. On fast pairs, it turns around within a block, so an offset removes
-nothing.
+block contains nearly all of it. On fast pairs, it turns around within a block, so the cache leaves
+it out and attention adds it.
 """
 
 import hashlib
@@ -98,14 +98,16 @@ def test_constant_on_slow_pairs_ruins_formats_without_k_offset(
         assert without[f"{name}/balanced"] > 10 * slow[60.0][f"{name}/balanced"], name
 
 
-def test_constant_on_fast_pairs_stays_in_the_keys(
+def test_constant_on_fast_pairs_costs_only_what_values_cost(
     slow: dict[float, Divergence], tmp_path: Path
 ) -> None:
+    # Such a model attends to few tokens, so that errors of V do not average out. With K in 16 bits,
+    # V in nvfp4 has a KL of 0.02 on it and 0.004 on the model without the constant.
     model = biased_model(tmp_path / "model", bias=60.0, slow=False)
     fast = measure(model, tmp_path)
     for name in ("int4", "nvfp4"):
-        assert fast[name] > 5 * slow[60.0][name], name
-        assert fast[f"{name}/balanced"] > 5 * slow[60.0][f"{name}/balanced"], name
+        assert fast[name] < 4 * slow[0.0][name], name
+        assert fast[f"{name}/balanced"] < 5 * slow[0.0][f"{name}/balanced"], name
 
 
 def warnings_of(
@@ -141,10 +143,8 @@ def test_warning_names_the_option_that_helps(caplog: pytest.LogCaptureFixture) -
     assert "--kv-k-offset block" in text
 
 
-def test_k_bias_left_is_large_only_for_fast_pairs(tmp_path: Path) -> None:
-    def left(slow: bool) -> float:
+def test_k_bias_left_is_small_for_slow_and_fast_pairs(tmp_path: Path) -> None:
+    for slow in (True, False):
         model = biased_model(tmp_path / str(slow), bias=60.0, slow=slow).loaded
         device = _turbomind.make_cpu_device(1)
-        return _turbomind.k_bias_left(model.config, model.weights, device, block_seq_len=64)
-
-    assert left(slow=True) < MAX_BIAS_LEFT < 60 < left(slow=False)
+        assert _turbomind.k_bias_left(model.config, model.weights, device, block_seq_len=64) < 2

@@ -262,6 +262,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     args.q_dot_mean = params.q_dot_mean != nullptr
                           ? params.q_dot_mean + token * params.q_heads + head * group
                           : nullptr;
+    args.fast_bias = params.fast_bias;
     args.scratch = scratch + worker * scratch_floats;
     kernels.prefill_rows(args);
   });
@@ -298,6 +299,7 @@ DecodeSplitsArgs DecodeArgs(const AttentionParams& params, const std::vector<int
   args.softmax_scale = params.softmax_scale;
   args.score_cap = params.score_cap;
   args.exact = params.exact;
+  args.fast_bias = params.fast_bias;
   args.position = context - 1;
   args.begin = std::max(begin, static_cast<int>(split * kSplitTokens));
   args.end = static_cast<int>(

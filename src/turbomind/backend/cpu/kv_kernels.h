@@ -39,6 +39,7 @@ struct DecodeSplitsArgs {
   float softmax_scale = 1.f;
   float score_cap = 0.f;
   bool exact = false;
+  FastBias fast_bias;
   int begin = 0;  // visible positions [begin, end), not empty
   int end = 0;
   float* states = nullptr;  // [splits, group, kStateHeader + head_dim]
@@ -77,6 +78,7 @@ struct PrefillRowsArgs {
   // [group] of the first token; the next ones are q_dot_mean_stride apart. Null means no mean.
   const float* q_dot_mean = nullptr;
   int64_t q_dot_mean_stride = 0;
+  FastBias fast_bias;
   float* scratch = nullptr;  // PrefillScratchFloats, 64-byte aligned
 };
 
@@ -104,9 +106,10 @@ struct CpuKvKernels : CpuRowKernels {
 constexpr int64_t PrefillScratchFloats(int max_rows, int head_dim) {
   const int64_t rows = max_rows + 8;
   // K and V tile, their metadata, scores, queries (also rounded, three times), running
-  // and finished states, visible ranges of the rows.
+  // and finished states, visible ranges of the rows, amplitudes of the fast bias.
   return kTileTokens * (2 * head_dim + 16) + 2 * kTileTokens * (head_dim / 16 + 2) +
-         rows * kTileTokens + 4 * rows * head_dim + (rows + 16) * (head_dim + 16) + 24 * rows + 256;
+         rows * kTileTokens + 4 * rows * head_dim + (rows + 16) * (head_dim + 16) + 24 * rows +
+         rows * 2 * kMaxFastPairs + 256;
 }
 
 namespace scalar {

@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "turbomind/backend/cuda/decode/decode_fast_bias.cuh"
 #include "turbomind/backend/cuda/decode/decode_load.cuh"
 #include "turbomind/backend/cuda/decode/decode_query.cuh"
 #include "turbomind/backend/cuda/decode/decode_shape.cuh"
@@ -413,6 +414,10 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
 #pragma unroll
     for (int u = 0; u < C::kSubTiles; ++u) {
       ScoreRows<C>(task, query, view, stage, u, scores);
+    }
+    if (p.fast_bias.num_pairs > 0) {
+      const float unit = p.softmax_scale * kLog2E * InverseApprox(score_scale);
+      AddWaves<C>(task, ahead - C::kStages * kTurn, unit, scores);
     }
     if (p.score_cap != 0.f) {
 #pragma unroll

@@ -2,6 +2,7 @@
 #include <bit>
 #include <limits>
 
+#include "turbomind/backend/cuda/decode/decode_amplitudes.cuh"
 #include "turbomind/backend/cuda/decode/decode_combine.cuh"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/decode/decode_variants.h"
@@ -146,6 +147,21 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
   }
 }
 
+void LaunchAmplitudes(const Context& context, const AttentionParams& params, float* amplitudes) {
+  const int num_rows = params.batch.num_decode * params.q_heads;
+  Launch(AmplitudesKernel,
+         {.grid_x = CeilDiv(num_rows, kAmplitudeWarps), .threads = 32 * kAmplitudeWarps},
+         context.stream,
+         AmplitudeParams{.q = params.q,
+                         .q_stride = params.q_stride,
+                         .num_rows = num_rows,
+                         .q_heads = params.q_heads,
+                         .group = params.q_heads / params.kv.kv_heads,
+                         .head_dim = params.kv.head_dim,
+                         .fast_bias = params.fast_bias,
+                         .amplitudes = amplitudes});
+}
+
 void LaunchCombine(const Context& context, const CombineParams& params) {
   const int vectors = CombineVectors(params.head_dim);
   Launch(vectors == 1 ? &CombineKernel<1> : &CombineKernel<2>,
@@ -166,8 +182,10 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   const DecodePlanner::Plan& plan = planner.Find(params);
   const int head_dim = params.kv.head_dim;
   const int64_t rows = (plan.num_quantized + plan.num_window16) * params.q_heads;
-  auto* partial_o = static_cast<float*>(
-      context.workspace->Get(static_cast<size_t>(rows * (head_dim + 2)) * sizeof(float)));
+  const int64_t num_amplitudes =
+      int64_t{batch.num_decode} * params.q_heads * 2 * params.fast_bias.num_pairs;
+  auto* partial_o = static_cast<float*>(context.workspace->Get(
+      static_cast<size_t>(rows * (head_dim + 2) + num_amplitudes) * sizeof(float)));
   float* partial_ml = partial_o + rows * head_dim;
   DecodeParams decode;
   decode.q = params.q;
@@ -178,6 +196,11 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   decode.block_table_stride = batch.block_table_stride;
   decode.partial_o = partial_o;
   decode.partial_ml = partial_ml;
+  if (num_amplitudes > 0) {
+    decode.fast_bias = params.fast_bias;
+    decode.amplitudes = partial_ml + rows * 2;
+    LaunchAmplitudes(context, params, partial_ml + rows * 2);
+  }
   LaunchItems(context, {params.kv, batch.block_tables, plan.quantized, plan.num_quantized}, decode);
   LaunchItems(context, {params.window16, batch.window16_tables, plan.window16, plan.num_window16},
               decode);

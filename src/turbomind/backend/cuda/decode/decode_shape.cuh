@@ -10,6 +10,7 @@
 #include "turbomind/backend/cuda/kv/fragments.cuh"
 #include "turbomind/backend/cuda/runtime/vector_types.cuh"
 #include "turbomind/kv/layout.h"
+#include "turbomind/ops/fast_bias.h"
 
 namespace turbomind::cuda {
 
@@ -29,6 +30,8 @@ struct DecodeParams {
   // For every partial result and query head: o, not normalized, and (m, l) with m in units of log2.
   float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
   float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
+  FastBias fast_bias = {};
+  const float* amplitudes = nullptr;  // AmplitudeParams; null without a fast bias
 };
 
 inline constexpr int kDecodeWarps = 4;  // per block, unless its ring is too large

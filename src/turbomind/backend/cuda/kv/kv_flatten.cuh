@@ -56,10 +56,10 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   return out;
 }
 
-// Add the block's K offset to the values of a row and round the sums to FP16 pairs.
+// Add `added` to the values of a row and round the sums to FP16 pairs.
 template <DataType T, KvCacheMode M>
-TM_DEVICE Words<16> DecodeHalvesWithOffset(const StoredLane<M>& x, float global_scale,
-                                           const OffsetLane& offset) {
+TM_DEVICE Words<16> DecodeHalvesPlus(const StoredLane<M>& x, float global_scale,
+                                     const float (&added)[kLaneValues]) {
   float sum[kLaneValues];
   if constexpr (IsInteger(M)) {
 #pragma unroll
@@ -77,10 +77,27 @@ TM_DEVICE Words<16> DecodeHalvesWithOffset(const StoredLane<M>& x, float global_
   Words<16> out;
 #pragma unroll
   for (int p = 0; p < kLaneValues / 2; ++p) {
-    out.v[p] = PackFiniteHalf2(sum[2 * p] + IntValue<T>(offset, 2 * p),
-                               sum[2 * p + 1] + IntValue<T>(offset, 2 * p + 1));
+    out.v[p] = PackFiniteHalf2(sum[2 * p] + added[2 * p], sum[2 * p + 1] + added[2 * p + 1]);
   }
   return out;
+}
+
+// Add the fast bias of a head at a position to a lane's values.
+TM_DEVICE void AddFastBias(const FastBias& bias, const RowLane& at, int head, int position,
+                           float (&values)[kLaneValues]) {
+#pragma unroll 1
+  for (int pair = 0; pair < bias.num_pairs; ++pair) {
+    const int64_t index = int64_t{head} * bias.num_pairs + pair;
+    const int wave = LoadGlobal(bias.waves_of + index);
+    const float* cos = bias.waves + 2 * wave * bias.num_positions + position;
+    const float c = LoadGlobal(cos);
+    const float s = LoadGlobal(cos + bias.num_positions);
+    const float* u = bias.directions + 2 * index * at.n + at.first();
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      values[i] += c * LoadGlobal(u + i) + s * LoadGlobal(u + at.n + i);
+    }
+  }
 }
 
 // Grid: (rows of [num_seqs, kv_heads, max_len] / rows per block, side).
@@ -149,10 +166,11 @@ TM_DEVICE int SpanOf(const FlattenHalfParams& p, int64_t row) {
   return low;
 }
 
-// Find the rows [first, first + kFlattenRows) of a side and their blocks. A row without a block
-// gets a null payload.
+// Find the rows [first, first + kFlattenRows) of a side, their blocks and positions. A row without
+// a block gets a null payload.
 TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
-                        RowTarget (&from)[kFlattenRows], int32_t (&blocks)[kFlattenRows]) {
+                        RowTarget (&from)[kFlattenRows], int32_t (&blocks)[kFlattenRows],
+                        int (&positions)[kFlattenRows]) {
   const int shift = CountZeros(p.kv.block_seq_len);
   const int head = BlockIndexY() >> 1;
   int span = first < p.num_rows ? SpanOf(p, first) : 0;
@@ -161,6 +179,7 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
     const int64_t row = first + i;
     from[i] = {side == KvSide::kK ? p.kv.format[0] : p.kv.format[1], nullptr, nullptr, 1.f};
     blocks[i] = -1;
+    positions[i] = 0;
     if (row >= p.num_rows) {
       continue;
     }
@@ -169,6 +188,7 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
     }
     const FlattenSpan& at = p.spans[span];
     const int position = at.begin + static_cast<int>(row - at.row);
+    positions[i] = position;
     blocks[i] =
         LoadGlobal(p.block_tables + at.sequence * p.block_table_stride + (position >> shift));
     if (blocks[i] >= 0) {
@@ -190,7 +210,8 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
                         ThreadIndexX() / kRowLanes * kFlattenRows;
   RowTarget from[kFlattenRows];
   int32_t blocks[kFlattenRows];
-  FindRows(p, side, first, from, blocks);
+  int positions[kFlattenRows];
+  FindRows(p, side, first, from, blocks, positions);
   const int head = BlockIndexY() >> 1;
   Words<16> out[kFlattenRows];
   DispatchFormat(from[0].format, [&]<KvCacheMode M>() {
@@ -202,13 +223,22 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
       }
     }
     const bool has_offset = side == KvSide::kK && p.kv.HasKOffset();
+    const bool has_fast_bias = side == KvSide::kK && p.fast_bias.num_pairs > 0;
 #pragma unroll
     for (int i = 0; i < kFlattenRows; ++i) {
       if (from[i].payload == nullptr) {
         out[i] = {};
-      } else if (has_offset) {
-        const OffsetLane offset = LoadOffset(p.kv, blocks[i], head, at.lane);
-        out[i] = DecodeHalvesWithOffset<T>(stored[i], from[i].global_scale, offset);
+      } else if (has_offset || has_fast_bias) {
+        float added[kLaneValues] = {};
+        if (has_offset) {
+          const OffsetLane offset = LoadOffset(p.kv, blocks[i], head, at.lane);
+#pragma unroll
+          for (int j = 0; j < kLaneValues; ++j) {
+            added[j] = IntValue<T>(offset, j);
+          }
+        }
+        AddFastBias(p.fast_bias, at, head, positions[i], added);
+        out[i] = DecodeHalvesPlus<T>(stored[i], from[i].global_scale, added);
       } else {
         out[i] = DecodeHalves<T>(stored[i], p.all_half);
       }

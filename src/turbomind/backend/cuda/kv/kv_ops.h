@@ -68,8 +68,8 @@ struct FlattenSpan {
 // the scores (K), and in the weights or the output (V), as AttentionParams specifies. A position
 // whose block is -1 gives zeros.
 //
-// Keys with a K offset are different: the global scale is applied, the offset is added in FP32, and
-// the sum is rounded once to FP16, at most 65504 in magnitude.
+// Keys with a K offset or a fast bias are different: the global scale is applied, both are added in
+// FP32, and the sum is rounded once to FP16, at most 65504 in magnitude.
 struct FlattenHalfParams {
   uint16_t* k = nullptr;  // [kv_heads, num_rows, head_dim], 16-byte aligned
   uint16_t* v = nullptr;  // same
@@ -80,7 +80,8 @@ struct FlattenHalfParams {
   KvLayerView kv;                         // the layer's pool or the window
   const int32_t* block_tables = nullptr;  // of that pool: [sequences, block_table_stride]
   int64_t block_table_stride = 0;
-  bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in magnitude
+  FastBias fast_bias = {};  // of the view's heads
+  bool all_half = false;    // BF16 is rounded to FP16, at most 65504 in magnitude
 };
 static_assert(sizeof(FlattenHalfParams) <= 4096);  // limit for kernel parameters
 

@@ -150,6 +150,16 @@ struct Pass {
   }
 };
 
+// Return the fast bias of the KV heads from `first` on.
+FastBias FromHead(FastBias bias, int first, int head_dim) {
+  const int64_t pairs = int64_t{first} * bias.num_pairs;
+  if (pairs > 0) {
+    bias.directions += pairs * 2 * head_dim;
+    bias.waves_of += pairs;
+  }
+  return bias;
+}
+
 // Flatten one view.
 DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   const std::vector<FlattenSpan>& spans = pass.group.spans[which];
@@ -166,6 +176,7 @@ DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   flatten.kv = (which == 0 ? p.kv : p.window16).Heads(pass.first_head, pass.num_heads);
   flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.window16_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
+  flatten.fast_bias = FromHead(p.fast_bias, pass.first_head, p.kv.head_dim);
   flatten.all_half = !pass.bfloat();
   CudaFlattenToHalf(pass.context, flatten);
   return {flatten.k, flatten.v, flatten.num_rows};
@@ -179,8 +190,9 @@ PrefillParams ParamsOf(const Pass& pass) {
   out.out = p.out;
   out.sinks = p.sinks;
   out.q_dot_mean = p.q_dot_mean;
-  // Flattened keys with an offset include their scale.
-  out.key_scale = p.kv.HasKOffset() ? nullptr : p.kv.global_scale[0];
+  // Flattened keys with an offset or a fast bias include their scale.
+  const bool scaled = p.kv.HasKOffset() || p.fast_bias.num_pairs > 0;
+  out.key_scale = scaled ? nullptr : p.kv.global_scale[0];
   out.value_scale = p.kv.global_scale[1];
   out.q_heads = p.q_heads;
   out.group = p.q_heads / p.kv.kv_heads;

@@ -275,6 +275,10 @@ void UpdateHalf(const Block& b, const TileOf& t, int block, int first, BlockScor
     if (view.kv.layer->HasKOffset()) {
       AddShift(b, view, block * kRegisterRows + r, of.scores + r * kTileTokens);
     }
+    if (block * kRegisterRows + r < b.rows) {
+      AddFastBias(b, view, t.tile, block * kRegisterRows + r, view.scale,
+                  of.scores + r * kTileTokens);
+    }
     if (b.args->score_cap != 0.f) {
       CapScores(of.scores + r * kTileTokens, {view.scale, kNoShift}, b.args->score_cap);
     }

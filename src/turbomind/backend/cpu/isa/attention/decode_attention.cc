@@ -7,6 +7,7 @@
 #include <span>
 
 #include "turbomind/backend/cpu/isa/attention/attention.h"
+#include "turbomind/backend/cpu/isa/attention/attention_fast_bias.h"
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
 #include "turbomind/backend/cpu/isa/attention/attention_offset.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
@@ -144,6 +145,7 @@ struct Heads {
   ValueScales value_scales;
   alignas(64) int32_t weight_pairs[kMaxHeads * kMaxHeadDim / 16 * kTilePairs];
   SoftmaxState state[kMaxHeads];
+  float amplitudes[kMaxHeads * 2 * kMaxFastPairs];
   TileSide sides[2];
   bool interleaved = false;  // order of o
 };
@@ -164,6 +166,8 @@ void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* 
   for (int h = 0; h < heads->num_heads; ++h) {
     heads->qsum[h] = SumRow(heads->q + h * head_dim, head_dim);
   }
+  FillAmplitudes(args.fast_bias, args.kv, heads->q, heads->num_heads, args.softmax_scale,
+                 heads->amplitudes);
   heads->sides[0].meta = heads->meta[0];
   heads->sides[1].meta = heads->meta[1];
 }
@@ -272,8 +276,18 @@ void ShiftScores(const View& view, int tile, const Seen& seen, Heads& heads) {
   }
 }
 
-// Processes one tile of a sequence with `context` positions and prefetches the next tile.
-void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
+// Adds the scores of the fast bias to the sums of a tile.
+void AddFastBias(const FastBias& bias, const View& view, int tile, Heads& heads) {
+  for (int h = 0; bias.num_pairs > 0 && h < heads.num_heads; ++h) {
+    AddWaves(bias, view.kv.head, tile, heads.amplitudes + h * 2 * bias.num_pairs,
+             ScaleOfHead(view, heads, h), heads.scores + h * kTileTokens);
+  }
+}
+
+// Processes one tile and prefetches the next one.
+void ReadTile(const DecodeSplitsArgs& args, const View& view, int tile, const Seen& seen,
+              Heads& heads) {
+  const int context = args.position + 1;
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
   RoundQueries(view, heads);
@@ -284,6 +298,7 @@ void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& 
                       rounded != nullptr ? rounded->sum : heads.qsum, heads.head_dim,
                       heads.scores});
   ShiftScores(view, tile, seen, heads);
+  AddFastBias(args.fast_bias, view, tile, heads);
   UpdateSoftmax(view, seen, heads);
   Reorder(heads, view.interleaved);
   OpenNext(view.kv, KvSide::kV, tile + kTileTokens, context, &heads.sides[1]);
@@ -312,7 +327,7 @@ void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int pa
     for (size_t i = 0; i < views.size(); ++i) {
       const Seen seen = SeenOf(visible, tile, i == 1);
       if (seen.begin < seen.end) {
-        ReadTile(views[i], tile, seen, args.position + 1, heads);
+        ReadTile(args, views[i], tile, seen, heads);
       }
     }
   }

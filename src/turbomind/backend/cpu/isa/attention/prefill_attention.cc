@@ -88,6 +88,9 @@ void ReadTile(Block& b, const View& view, int tile) {
   view.fns.unpack_keys(b);
   view.fns.score(b);
   ShiftScores(b, view, tile, any);
+  for (int row = 0; row < b.rows; ++row) {
+    AddFastBias(b, view, tile, row, ScaleOfRow(b, view, row), b.scores + row * kTileTokens);
+  }
   UpdateSoftmax(b, view, tile, AllSeeAll(b, view, tile));
   view.fns.add_values(b, view, tile, any);
 }

@@ -55,6 +55,7 @@ struct Block {
   const RoundedRows* queries = nullptr;  // of the tile's view
   float* halves = nullptr;               // queries for AMX: [rows, a multiple of 16][head_dim + 16]
   float* shift = nullptr;                // [rows, kTileRuns] q · K offset
+  float* amplitudes = nullptr;           // [rows, 2 * num_pairs] of the fast bias
   Visible* visible = nullptr;            // [tokens]
 
   int32_t* key_pairs() const { return reinterpret_cast<int32_t*>(keys); }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/attention/attention_fast_bias.h"
 #include "turbomind/backend/cpu/isa/attention/prefill_attention_block.h"
 #include "turbomind/kv/sliding_window.h"
 
@@ -41,6 +42,7 @@ inline Block MakeBlock(const PrefillRowsArgs& args) {
   }
   b.shift = take(static_cast<int64_t>(b.rows) * kTileRuns);
   __builtin_memset(b.shift, 0, sizeof(float) * b.rows * kTileRuns);
+  b.amplitudes = take(static_cast<int64_t>(b.rows) * 2 * args.fast_bias.num_pairs);
   b.halves = take(padded_rows * (b.head_dim + 16));
   b.qsum = take(b.rows);
   b.state = reinterpret_cast<SoftmaxState*>(take(2 * padded_rows));
@@ -59,6 +61,7 @@ inline Block MakeBlock(const PrefillRowsArgs& args) {
     __builtin_memcpy(b.q + row * b.head_dim, q, b.head_dim * sizeof(float));
     b.qsum[row] = SumRow(q, b.head_dim);
   }
+  FillAmplitudes(args.fast_bias, args.kv, b.q, b.rows, args.softmax_scale, b.amplitudes);
   for (int64_t row = b.rows; row < padded_rows; ++row) {
     b.state[row] = SoftmaxState();
   }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/attention/attention_fast_bias.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax_rows.h"
 #include "turbomind/backend/cpu/isa/attention/prefill_attention_block.h"
@@ -25,6 +26,15 @@ inline void ShiftScores(const Block& b, const View& view, int tile, const Seen& 
   const int begin = any.begin / 16 * 16;
   ShiftRows(view.kv, tile + begin, tile + any.end,
             {b.q, b.qsum, b.rows, view.offset_scale, b.shift + begin / 16, kTileRuns});
+}
+
+// Adds the scores of the fast bias to the sums of a row.
+inline void AddFastBias(const Block& b, const View& view, int tile, int row, float scale,
+                        float* sums) {
+  const FastBias& bias = b.args->fast_bias;
+  if (bias.num_pairs > 0) {
+    AddWaves(bias, view.kv.head, tile, b.amplitudes + row * 2 * bias.num_pairs, scale, sums);
+  }
 }
 
 // Caps the row's scores if the model does, and returns the factor from sums to scores.

@@ -1,4 +1,4 @@
-#include "turbomind/model/k_base.h"
+#include "turbomind/model/k_bias.h"
 
 #include <doctest/doctest.h>
 
@@ -66,6 +66,56 @@ TEST_CASE("k_base after RoPE at the middle of a block is the mean of the bias ov
       }
     }
   }
+}
+
+TEST_CASE("fast pairs and the rest of the bias add up to RoPE of the bias at every position") {
+  for (const int dim : {kDim, 32}) {
+    const RopeTable rope = Rope(1e6, dim);
+    const auto half = static_cast<size_t>(dim / 2);
+    std::vector<float> bias(2 * kDim, 0.25f);
+    bias[0] = 300.f;  // the fastest pair of the first head
+    bias[half + 2] = -20.f;
+    bias[kDim + 1] = 7.f;  // of the second one
+    std::vector<float> rest = bias;
+    const FastPairs fast = TakeFastPairs(&rest, kDim, rope, 64);
+    CHECK(fast.num_pairs == 2);
+    CHECK(fast.pairs == std::vector<int32_t>{0, 2, 1, 0});
+    CHECK(rest[0] == 0.f);
+    CHECK(rest[half - 1] == 0.25f);
+    const std::vector<float> waves = MakeWaves(fast.pairs, rope, 128);
+    for (size_t head : {0, 1}) {
+      const auto of_head = [&](const std::vector<float>& x) {
+        return std::vector<float>(x.begin() + static_cast<int64_t>(head) * kDim,
+                                  x.begin() + static_cast<int64_t>(head + 1) * kDim);
+      };
+      for (const int position : {0, 1, 77, 127}) {
+        const std::vector<double> want = Turned(rope, of_head(bias), position);
+        std::vector<double> got = Turned(rope, of_head(rest), position);
+        for (size_t wave = 4 * head; wave < 4 * head + 4; ++wave) {
+          for (size_t d = 0; d < kDim; ++d) {
+            got[d] += fast.directions[wave * kDim + d] *
+                      waves[wave * 128 + static_cast<size_t>(position)];
+          }
+        }
+        for (size_t d = 0; d < kDim; ++d) {
+          CHECK(got[d] == doctest::Approx(want[d]).epsilon(1e-5));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a head has at most kMaxFastPairs fast pairs, those with the most bias") {
+  const RopeTable rope = Rope(10.);  // turns fast in all pairs
+  std::vector<float> bias(kDim);
+  for (int i = 0; i < kDim / 2; ++i) {
+    bias[static_cast<size_t>(i)] = 10.f + static_cast<float>(i);
+  }
+  const FastPairs fast = TakeFastPairs(&bias, kDim, rope, 64);
+  CHECK(fast.num_pairs == kMaxFastPairs);
+  CHECK(fast.pairs.front() == kDim / 2 - 1);
+  CHECK(bias[kDim / 2 - 1] == 0.f);
+  CHECK(bias[0] == 10.f);
 }
 
 TEST_CASE("k_base of a layer without RoPE is the bias") {
