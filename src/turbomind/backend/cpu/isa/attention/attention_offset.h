@@ -1,7 +1,8 @@
 #pragma once
 
 // ⑦ The part of the scores that comes from the K offsets of blocks (kv/k_offset.h): one product per
-// query row and block, in FP32. q · offset = scale · (q · codes) + zero · Σ q.
+// query row and block, in FP32. q · offset = scale · (q · codes) + zero · Σ q. Decode computes those
+// of a split at once, after its first scores: by then the offsets have arrived from memory.
 
 #include <cstdint>
 
@@ -13,6 +14,7 @@
 namespace turbomind::TM_ISA {
 
 inline constexpr int kTileRuns = kTileTokens / 16;  // a block has whole runs of 16 tokens
+inline constexpr int kSplitRuns = kSplitTokens / 16;
 
 // The query rows whose scores are shifted.
 struct ShiftedRows {
@@ -40,27 +42,65 @@ TM_HD FourSums SumsOf(const F32x16 (&a)[4]) {
   return sums;
 }
 
-// Writes the shifts of the rows [row, row + N) for the runs [run, run + num_runs) of one block.
-template <int N>
-TM_HD void ShiftFewRows(const KvLayerView& layer, const KvRow& offset, const ShiftedRows& to,
-                        int row, int run, int num_runs) {
+// A block's offset row, and the runs of 16 tokens whose shift it gives.
+struct RunsOfBlock {
+  KvRow offset;
+  int run;
+  int num_runs;
+};
+
+// Writes the shifts of the rows [row, row + R) for B blocks: up to four sums at once, because one
+// alone waits for its additions.
+template <int R, int B>
+TM_HD void ShiftFew(const KvLayerView& layer, const RunsOfBlock* blocks, const ShiftedRows& to,
+                    int row) {
+  static_assert(R * B <= 4);
   F32x16 sum[4] = {Zero(), Zero(), Zero(), Zero()};
   const float* q = to.q + static_cast<int64_t>(row) * layer.head_dim;
   for (int d = 0; d < layer.head_dim; d += kLanes) {
-    const F32x16 code = ToFloat(LoadBytes(offset.payload + d));
-    Unroll<N>([&](auto r) __attribute__((always_inline)) {
-      constexpr int i = decltype(r)::value;
-      sum[i] = Fma(code, Load(q + i * layer.head_dim + d), sum[i]);
+    Unroll<B>([&](auto block) __attribute__((always_inline)) {
+      constexpr int b = decltype(block)::value;
+      const F32x16 code = ToFloat(LoadBytes(blocks[b].offset.payload + d));
+      Unroll<R>([&](auto r) __attribute__((always_inline)) {
+        constexpr int i = decltype(r)::value;
+        sum[i * B + b] = Fma(code, Load(q + i * layer.head_dim + d), sum[i * B + b]);
+      });
     });
   }
   const FourSums sums = SumsOf(sum);
-  const float scale = LoadAs(offset.metadata, layer.dtype, 0);
-  const float zero = LoadAs(offset.metadata, layer.dtype, 1);
-  for (int i = 0; i < N; ++i) {
-    const float shift = to.factor * (scale * sums.of[i] + zero * to.qsum[row + i]);
-    float* at = to.shift + (row + i) * to.stride + run;
-    for (int j = 0; j < num_runs; ++j) {
-      at[j] = shift;
+  for (int b = 0; b < B; ++b) {
+    const float scale = LoadAs(blocks[b].offset.metadata, layer.dtype, 0);
+    const float zero = LoadAs(blocks[b].offset.metadata, layer.dtype, 1);
+    for (int i = 0; i < R; ++i) {
+      const float shift = to.factor * (scale * sums.of[i * B + b] + zero * to.qsum[row + i]);
+      float* at = to.shift + (row + i) * to.stride + blocks[b].run;
+      for (int j = 0; j < blocks[b].num_runs; ++j) {
+        at[j] = shift;
+      }
+    }
+  }
+}
+
+// Writes the shifts of all rows for up to four blocks.
+inline void ShiftBlocks(const KvLayerView& layer, const RunsOfBlock* blocks, int num_blocks,
+                        const ShiftedRows& to) {
+  if (num_blocks == 4 && to.rows < 4) {
+    for (int row = 0; row < to.rows; ++row) {
+      ShiftFew<1, 4>(layer, blocks, to, row);
+    }
+    return;
+  }
+  for (const RunsOfBlock* block = blocks; block < blocks + num_blocks; ++block) {
+    int row = 0;
+    for (; row + 4 <= to.rows; row += 4) {
+      ShiftFew<4, 1>(layer, block, to, row);
+    }
+    if (row + 3 == to.rows) {
+      ShiftFew<3, 1>(layer, block, to, row);
+    } else if (row + 2 == to.rows) {
+      ShiftFew<2, 1>(layer, block, to, row);
+    } else if (row + 1 == to.rows) {
+      ShiftFew<1, 1>(layer, block, to, row);
     }
   }
 }
@@ -72,30 +112,26 @@ inline void ShiftRows(const KvHead& kv, int begin, int end, const ShiftedRows& t
   const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));
   const int runs_of_block = layer.block_seq_len / 16;
   const int num_runs = (end - begin + 15) / 16;
+  RunsOfBlock blocks[4];
+  int num_blocks = 0;
   for (int run = 0; run < num_runs;) {
     const int first = begin / 16 + run;
-    const int count = MinOf(num_runs - run, runs_of_block - first % runs_of_block);
+    const int count = MinOf(num_runs - run, runs_of_block - (first & (runs_of_block - 1)));
     const int64_t block = kv.blocks[(begin + 16 * run) >> block_shift];
     if (block < 0) {
       for (int row = 0; row < to.rows; ++row) {
         __builtin_memset(to.shift + row * to.stride + run, 0, sizeof(float) * count);
       }
     } else {
-      const KvRow offset = layer.KOffset(block, kv.head);
-      int row = 0;
-      for (; row + 4 <= to.rows; row += 4) {
-        ShiftFewRows<4>(layer, offset, to, row, run, count);
-      }
-      if (row + 3 == to.rows) {
-        ShiftFewRows<3>(layer, offset, to, row, run, count);
-      } else if (row + 2 == to.rows) {
-        ShiftFewRows<2>(layer, offset, to, row, run, count);
-      } else if (row + 1 == to.rows) {
-        ShiftFewRows<1>(layer, offset, to, row, run, count);
+      blocks[num_blocks++] = {layer.KOffset(block, kv.head), run, count};
+      if (num_blocks == 4) {
+        ShiftBlocks(layer, blocks, num_blocks, to);
+        num_blocks = 0;
       }
     }
     run += count;
   }
+  ShiftBlocks(layer, blocks, num_blocks, to);
 }
 
 // Prefetches the offsets of the blocks of positions [begin, end).

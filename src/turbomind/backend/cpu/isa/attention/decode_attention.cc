@@ -138,9 +138,10 @@ struct Heads {
   alignas(64) float scores[kMaxHeads * kTileTokens];
   alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
   float qsum[kMaxHeads];
-  RoundedHeads rounded[2];                            // by view
-  alignas(64) float shift[2][kMaxHeads * kTileRuns];  // by view, of the current tile
-  float old[kMaxHeads];                               // for the current tile: SoftmaxState::Factors
+  RoundedHeads rounded[2];                             // by view
+  alignas(64) float shift[2][kMaxHeads * kSplitRuns];  // by view, of the current split
+  bool shifted[2];                                     // the shifts of the view are known
+  float old[kMaxHeads];  // for the current tile: SoftmaxState::Factors
   float tile[kMaxHeads];
   ValueScales value_scales;
   alignas(64) int32_t weight_pairs[kMaxHeads * kMaxHeadDim / 16 * kTilePairs];
@@ -210,12 +211,17 @@ float ScaleOfHead(const View& view, const Heads& heads, int h) {
                                        : view.scale;
 }
 
+// Returns the shifts of head h for the tile at a position.
+float* ShiftOf(Heads& heads, const View& view, int tile, int h) {
+  return heads.shift[view.index] + h * kSplitRuns + tile % kSplitTokens / 16;
+}
+
 // Returns the rows from head h on. `scale` must also start at head h.
-TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
+TileRows RowsFrom(int h, const View& view, int tile, const float* scale, Heads& heads) {
   return {heads.scores + h * kTileTokens,
           scale,
-          heads.shift[view.index] + h * kTileRuns,
-          kTileRuns,
+          ShiftOf(heads, view, tile, h),
+          kSplitRuns,
           heads.state + h,
           heads.old + h,
           heads.tile + h,
@@ -225,10 +231,10 @@ TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
 #if defined(TM_ISA_avx512)
 // Updates several heads at once, for a tile that is visible as a whole. Returns the number of heads
 // updated.
-int UpdateHeadsTogether(const View& view, const float* scale, Heads& heads) {
+int UpdateHeadsTogether(const View& view, int tile, const float* scale, Heads& heads) {
   int h = 0;
   const auto update = [&]<int N>() {
-    UpdateRows<N>(RowsFrom(h, view, scale + h, heads));
+    UpdateRows<N>(RowsFrom(h, view, tile, scale + h, heads));
     h += N;
   };
   while (h + 4 <= heads.num_heads) {
@@ -242,17 +248,18 @@ int UpdateHeadsTogether(const View& view, const float* scale, Heads& heads) {
   return h;
 }
 #else
-int UpdateHeadsTogether(const View& /*view*/, const float* /*scale*/, Heads& /*heads*/) {
+int UpdateHeadsTogether(const View& /*view*/, int /*tile*/, const float* /*scale*/,
+                        Heads& /*heads*/) {
   return 0;
 }
 #endif
 
-void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
+void UpdateSoftmax(const View& view, int tile, const Seen& seen, Heads& heads) {
   float scale[kMaxHeads];
   for (int h = 0; h < heads.num_heads; ++h) {
     scale[h] = ScaleOfHead(view, heads, h);
     if (view.score_cap != 0.f) {
-      float* shift = heads.shift[view.index] + h * kTileRuns;
+      float* shift = ShiftOf(heads, view, tile, h);
       CapScores(heads.scores + h * kTileTokens, {scale[h], shift}, view.score_cap);
       scale[h] = 1.f;
       __builtin_memset(shift, 0, kTileRuns * sizeof(float));
@@ -260,20 +267,22 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   }
   const bool rounds = view.kernels.rounds_weights;
   const bool all = seen.begin == 0 && seen.end == kTileTokens;
-  for (int h = all && rounds ? UpdateHeadsTogether(view, scale, heads) : 0; h < heads.num_heads;
-       ++h) {
-    UpdateOneRow(RowsFrom(h, view, scale + h, heads), seen, rounds);
+  for (int h = all && rounds ? UpdateHeadsTogether(view, tile, scale, heads) : 0;
+       h < heads.num_heads; ++h) {
+    UpdateOneRow(RowsFrom(h, view, tile, scale + h, heads), seen, rounds);
   }
 }
 
-// Fills the shifts of a tile. Without K offsets they stay zero.
-void ShiftScores(const View& view, int tile, const Seen& seen, Heads& heads) {
-  if (view.kv.layer->HasKOffset()) {
-    const int begin = seen.begin / 16 * 16;
-    ShiftRows(view.kv, tile + begin, tile + seen.end,
+// Fills the shifts of the split [begin, end), unless they are. Without K offsets they stay zero.
+void ShiftScores(const View& view, int begin, int end, Heads& heads) {
+  bool& shifted = heads.shifted[view.index];
+  if (!shifted && view.kv.layer->HasKOffset()) {
+    begin = begin / 16 * 16;
+    ShiftRows(view.kv, begin, end,
               {heads.q, heads.qsum, heads.num_heads, view.offset_scale,
-               heads.shift[view.index] + begin / 16, kTileRuns});
+               heads.shift[view.index] + begin % kSplitTokens / 16, kSplitRuns});
   }
+  shifted = true;
 }
 
 // Adds the scores of the fast bias to the sums of a tile.
@@ -286,7 +295,7 @@ void AddFastBias(const FastBias& bias, const View& view, int tile, Heads& heads)
 
 // Processes one tile and prefetches the next one.
 void ReadTile(const DecodeSplitsArgs& args, const View& view, int tile, const Seen& seen,
-              Heads& heads) {
+              const Seen& split, Heads& heads) {
   const int context = args.position + 1;
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
@@ -297,9 +306,9 @@ void ReadTile(const DecodeSplitsArgs& args, const View& view, int tile, const Se
   view.kernels.score({&heads.sides[0], heads.q, rounded != nullptr ? rounded->pairs : nullptr,
                       rounded != nullptr ? rounded->sum : heads.qsum, heads.head_dim,
                       heads.scores});
-  ShiftScores(view, tile, seen, heads);
+  ShiftScores(view, split.begin, split.end, heads);
   AddFastBias(args.fast_bias, view, tile, heads);
-  UpdateSoftmax(view, seen, heads);
+  UpdateSoftmax(view, tile, seen, heads);
   Reorder(heads, view.interleaved);
   OpenNext(view.kv, KvSide::kV, tile + kTileTokens, context, &heads.sides[1]);
   view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
@@ -317,9 +326,10 @@ void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int pa
     heads.state[h] = SoftmaxState();
   }
   heads.interleaved = views[0].interleaved;  // o is zero
+  heads.shifted[0] = heads.shifted[1] = false;
   for (const View& view : views) {
     if (view.kv.layer->HasKOffset()) {
-      PrefetchOffsets(view.kv, begin / kTileTokens * kTileTokens, end);
+      PrefetchOffsets(view.kv, end, MinOf(end + kSplitTokens, args.end));
     }
   }
   const Visible visible = MakeVisible(args.rule, args.position, begin, end);
@@ -327,7 +337,7 @@ void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int pa
     for (size_t i = 0; i < views.size(); ++i) {
       const Seen seen = SeenOf(visible, tile, i == 1);
       if (seen.begin < seen.end) {
-        ReadTile(args, views[i], tile, seen, heads);
+        ReadTile(args, views[i], tile, seen, {begin, end}, heads);
       }
     }
   }
@@ -355,6 +365,9 @@ void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   heads.num_heads = num_heads;
   heads.padded = padded;
   heads.head_dim = args.kv.layer->head_dim;
+  if (args.kv.layer->HasKOffset()) {
+    PrefetchOffsets(args.kv, args.begin, MinOf(args.end, SplitEnd(args.begin)));
+  }
   FillHeads(args, first_head, padded, &heads);
   const size_t num_views = args.window16.layer != nullptr ? 2 : 1;
   View views[2];
