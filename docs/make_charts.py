@@ -167,21 +167,21 @@ def decode_rows() -> dict[tuple[int, ...], dict[tuple[str, str], Row]]:
     return found
 
 
+def timed(row: Row | None, by: str, rate: float) -> str:
+    """Return the microseconds of a row, and this engine's share of the copy bandwidth `rate`."""
+    if row is None:
+        return "–"
+    share = f" ({moved_bytes(row) / row['us'] / rate * 100:.0f} %)" if by == US else ""
+    return micros(row["us"]) + share
+
+
 def decode_table() -> str:
     """Return the table of decode attention: microseconds, and the share of copy bandwidth."""
     rate, body = copy_rate(), []
     for shape, rows in decode_rows().items():
         batch, context, heads, group, head_dim = shape
         cells = [f"{batch} × {context:,}", f"{heads} × {group}", str(head_dim)]
-        for _, by, mode in DECODERS:
-            row = rows.get((by, mode))
-            if row is None:
-                cells.append("–")
-            elif by == US:
-                share = moved_bytes(row) / row["us"] / rate
-                cells.append(f"{micros(row['us'])} ({share * 100:.0f} %)")
-            else:
-                cells.append(micros(row["us"]))
+        cells += [timed(rows.get((by, mode)), by, rate) for _, by, mode in DECODERS]
         body.append(cells)
     head = ["sequences × tokens", "KV heads × group", "head_dim", *(name for name, *_ in DECODERS)]
     return markdown(head, body)
@@ -200,16 +200,11 @@ def linear_table() -> str:
         cells = [f"{outputs:,} × {inputs:,}", f"{batch:,}"]
         for _, by, name in LINEARS:
             cell = rows[shape].get((by, name))
-            if cell is None:
-                cells.append("–")
-            elif batch >= 512:
+            if cell is not None and batch >= 512:
                 rounds = 2 * outputs * inputs * batch / cell["us"] / 1e6
                 cells.append(f"{micros(cell['us'])} ({rounds:.0f} TFLOP/s)")
-            elif by == US:
-                share = moved_bytes(cell) / cell["us"] / rate
-                cells.append(f"{micros(cell['us'])} ({share * 100:.0f} %)")
             else:
-                cells.append(micros(cell["us"]))
+                cells.append(timed(cell, by, rate))
         body.append(cells)
     return markdown(["outputs × inputs", "rows", *(name for name, *_ in LINEARS)], body)
 

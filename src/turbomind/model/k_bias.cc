@@ -112,7 +112,7 @@ std::vector<float> MakeWaves(const std::vector<int32_t>& pairs, const RopeTable&
   std::vector<float> sin(half);
   const auto length = static_cast<size_t>(num_positions);
   std::vector<float> waves(pairs.size() * 2 * length);
-  for (size_t p = 0; p < length; ++p) {
+  for (size_t p = 0; p < length && !pairs.empty(); ++p) {
     const auto position = static_cast<int32_t>(p);
     rope.Fill(&position, 1, cos.data(), sin.data());
     for (size_t i = 0; i < pairs.size(); ++i) {
