@@ -5,11 +5,13 @@
 //   device_bench device=cpu threads=2 int8=0 …
 // Cells, with defaults:
 //   op=decode|prefill|write|quantize|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8
-//     group=8 head_dim=128 window=0 sinks=0 search=0 rotate=0 k_offset=0 window_format=none
+//     group=8 head_dim=128 window=0 sinks=0 search=0 rotate=0 k_offset=0 fast_pairs=0
+//     window_format=none
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
 // op=quantize quantizes the blocks of the new tokens, which leave a window in window_format.
-// k_offset=1 gives every block a K offset (kv/k_offset.h).
+// k_offset=1 gives every block a K offset (kv/k_offset.h), and fast_pairs=n adds a fast bias
+// (ops/fast_bias.h).
 // A step has `launches` launches, which a cell may override. They cycle through at least two layers
 // of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are recorded
 // and replayed. A figure is the median of five rounds of at least round_ms: microseconds of a

@@ -56,14 +56,19 @@ struct KvShape {
         search(cell.Number("search", 0) != 0),
         rotate(cell.Number("rotate", 0) != 0),
         k_offset(cell.Number("k_offset", 0) != 0),
+        fast_pairs(cell.Number("fast_pairs", 0)),
         window_format(GetKvCacheMode(cell.Text("window_format", "none"), DeviceCapability())) {
     if (batch < 1 || new_tokens < 1 || context < new_tokens || kv_heads < 1 || group < 1) {
       throw std::invalid_argument("Sizes must be positive, and new_tokens at most context.");
+    }
+    if (fast_pairs < 0 || fast_pairs > kMaxFastPairs) {
+      throw std::invalid_argument("fast_pairs must be 0 to 16.");
     }
   }
 
   int q_heads() const { return kv_heads * group; }
   int64_t num_tokens() const { return int64_t{batch} * new_tokens; }
+  int64_t wave_positions() const { return int64_t{blocks_of_context()} * kBlockTokens; }
   int blocks_of_context() const { return CeilDiv(context, kBlockTokens); }
   int first_visible_block() const {
     return window == 0 ? 0 : std::max(0, context - new_tokens + 1 - window) / kBlockTokens;
@@ -81,6 +86,7 @@ struct KvShape {
   bool search;
   bool rotate;
   bool k_offset;
+  int fast_pairs;
   KvCacheMode window_format;  // of the window that op=quantize reads
 };
 
@@ -213,6 +219,11 @@ class KvBench {
         sinks_(device, RandomValues(shape.q_heads(), 3)),
         angles_(device, std::vector<float>{std::sqrt(0.5f)},
                 shape.num_tokens() * shape.head_dim / 2),
+        directions_(device, RandomValues(kPeriodValues, 4),
+                    int64_t{2} * shape.kv_heads * shape.fast_pairs * shape.head_dim),
+        waves_(device, RandomValues(kPeriodValues, 5),
+               2 * shape.fast_pairs * shape.wave_positions()),
+        waves_of_(device, WavesOf(shape)),
         num_nonfinite_(device, sizeof(int64_t)) {
     FillPools(device, layout_, data_, &scales_);
     for (size_t i = 0; i < layout_.config().layers.size(); ++i) {
@@ -234,6 +245,11 @@ class KvBench {
     p.softmax_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
     p.window = shape_.window;
     p.sinks = shape_.sinks ? sinks_.As<float>() : nullptr;
+    p.fast_bias = {.num_pairs = shape_.fast_pairs,
+                   .directions = directions_.As<float>(),
+                   .waves_of = waves_of_.As<int32_t>(),
+                   .waves = waves_.As<float>(),
+                   .num_positions = shape_.wave_positions()};
     p.kv = View(launch);
     p.batch = host_.batch;
     return p;
@@ -296,6 +312,13 @@ class KvBench {
   }
 
  private:
+  static std::vector<int32_t> WavesOf(const KvShape& shape) {
+    std::vector<int32_t> waves_of;
+    for (int i = 0; i < shape.kv_heads * shape.fast_pairs; ++i) {
+      waves_of.push_back(i % shape.fast_pairs);
+    }
+    return waves_of;
+  }
   int64_t Heads() const { return int64_t{shape_.q_heads()} + 2 * shape_.kv_heads; }
   const KvLayerView& View(int launch) const {
     return views_[static_cast<size_t>(launch) % views_.size()];
@@ -317,6 +340,9 @@ class KvBench {
   DeviceBuffer out_;
   DeviceBuffer sinks_;
   DeviceBuffer angles_;
+  DeviceBuffer directions_;  // of FastBias
+  DeviceBuffer waves_;
+  DeviceBuffer waves_of_;
   DeviceBuffer num_nonfinite_;
   std::vector<KvLayerView> views_;
   StepGroup group_;
