@@ -167,7 +167,7 @@ def decode_rows() -> dict[tuple[int, ...], dict[tuple[str, str], Row]]:
     return found
 
 
-def timed(row: Row | None, by: str, rate: float) -> str:
+def timed(row: Row | None, by: str, *, rate: float) -> str:
     """Return the microseconds of a row, and this engine's share of the copy bandwidth `rate`."""
     if row is None:
         return "–"
@@ -181,7 +181,7 @@ def decode_table() -> str:
     for shape, rows in decode_rows().items():
         batch, context, heads, group, head_dim = shape
         cells = [f"{batch} × {context:,}", f"{heads} × {group}", str(head_dim)]
-        cells += [timed(rows.get((by, mode)), by, rate) for _, by, mode in DECODERS]
+        cells += [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in DECODERS]
         body.append(cells)
     head = ["sequences × tokens", "KV heads × group", "head_dim", *(name for name, *_ in DECODERS)]
     return markdown(head, body)
@@ -204,7 +204,7 @@ def linear_table() -> str:
                 rounds = 2 * outputs * inputs * batch / cell["us"] / 1e6
                 cells.append(f"{micros(cell['us'])} ({rounds:.0f} TFLOP/s)")
             else:
-                cells.append(timed(cell, by, rate))
+                cells.append(timed(cell, by, rate=rate))
         body.append(cells)
     return markdown(["outputs × inputs", "rows", *(name for name, *_ in LINEARS)], body)
 

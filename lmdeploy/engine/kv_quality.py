@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW16_TOKENS = 64
 NO_WINDOW16 = -1
-# Beyond this amplitude, quantized keys have more than 5 times the KL divergence that they have
-# without the bias (docs/accuracy.md).
-MAX_BIAS_LEFT = 10.0
+# With this amplitude in four pairs of every head, quantized keys have 5 times the KL divergence
+# that they have without the bias (docs/accuracy.md).
+MAX_BIAS_LEFT = 3.0
 
 logger = logging.getLogger("lmdeploy")
 
@@ -236,9 +236,9 @@ def warn_of_bias(
     left = _turbomind.k_bias_left(model, weights, device, block_seq_len=block_seq_len)
     if left > MAX_BIAS_LEFT:
         logger.warning(
-            "KV cache: the bias of K has up to %.0f in more frequencies than the cache can leave "
-            "out, so that %s loses accuracy. Use --kv-cache-format k=none,v=%s to keep K in 16 "
-            "bits.",
+            "KV cache: a bias of K with an amplitude of up to %.0f stays in the keys, because it "
+            "has more high frequencies than the cache can leave out, so that %s loses accuracy. "
+            "Use --kv-cache-format k=none,v=%s to keep K in 16 bits.",
             left,
             options.format,
             next((value for value in sorted(values) if value.endswith("4")), "nvfp4"),

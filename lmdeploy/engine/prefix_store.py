@@ -59,8 +59,8 @@ def identity_of_cache(
         known["deterministic"] = True
     if kv.k_offset:
         known["k_offset"] = "bias and mean" if model.k_bias else "mean"
-    if model.k_bias and kv.format != "none":
-        known["k_bias"] = "without fast pairs"
+    if model.k_bias and kv.k_offset:
+        known["k_bias"] = "without fast pairs, 1"  # grows when the engine chooses other pairs
     if kv.window != "16bit":
         known["window"] = kv.window
     calibration = kv.calibration

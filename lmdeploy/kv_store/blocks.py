@@ -45,8 +45,9 @@ class KvBlocks:
     def layer(self, index: int, *, window16: bool = False) -> KvLayer:
         """Return a layer of the blocks for libkvx, or its copies in the window.
 
-        Raise ValueError for a layer that does not exist, and for a calibrated cache, whose
-        constants do not travel with the blocks.
+        Raise ValueError for a layer that does not exist, for a calibrated cache, whose constants do
+        not travel with the blocks, and for quantized keys of a model with a bias of K, which lack
+        a part of it.
         """
         return find_layer(self.identity, self.blocks, index=index, window16=window16)
 

@@ -38,6 +38,8 @@ def find_layer(
     check_int("index", index, low=0, high=len(formats) - 1)
     if identity["calibration"] is not None:
         raise refuse("calibration", identity["calibration"], wanted="None")
+    if "k_bias" in identity and formats[index][0] != "none":
+        raise refuse("k_bias", identity["k_bias"], wanted="absent, because keys lack a part of it")
     has_window16 = identity["recent_tokens"] >= 0
     if window16 and not has_window16:
         raise refuse("window16", window16, wanted="False, because the cache has no window")
@@ -72,10 +74,9 @@ def find_layer(
 def _describe(identity: dict[str, Any], pair: Sequence[str], *, window16: bool) -> abi.TmLayer:
     """Return a layer with the sizes of its own blocks and without memory."""
     dtype = adapters.DTYPES[identity["dtype"]]
-    # As MakeLayerGroups does: K offsets come from a bias where keys are quantized when written.
-    offsets = identity.get("k_offset")
+    # As MakeLayerGroups does: blocks have offsets if their keys are quantized after all are known.
     is_written = window16 or identity["recent_tokens"] < 0
-    has_offset = offsets is not None and ("bias" in offsets or not is_written)
+    has_offset = "k_offset" in identity and not is_written
     if window16:
         pair = _NONE if pair[0] == "none" else [identity.get("window", "none")] * 2
     layer = abi.TmLayer(_mode(pair[0]), _mode(pair[1]), dtype, abi.Memory.HOST)

@@ -82,11 +82,21 @@ int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config,
   return DecoderScratch().Place(model, PlanStep(config, device), nullptr);
 }
 
+// Returns the most that the waves of a bias of K take (KBiasArrays).
+int64_t WaveBytes(const ModelConfig& model, const EngineConfig& config) {
+  int64_t floats = 0;
+  for (const RopeConfig& rope : model.ropes) {
+    floats += model.k_bias ? int64_t{rope.dim} * config.session_len : 0;
+  }
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
 // Returns the bytes that are subtracted before the pools get their share.
 int64_t StepBytes(const ModelConfig& model, const EngineConfig& config,
                   const DeviceCapability& device) {
-  const int64_t scratch = device.reserves_lazily ? 0 : ScratchBytes(model, config, device);
-  return scratch + device.workspace_bytes;
+  const int64_t reserved =
+      device.reserves_lazily ? 0 : ScratchBytes(model, config, device) + WaveBytes(model, config);
+  return reserved + device.workspace_bytes;
 }
 
 // Returns the part of the free bytes that belongs to the draft model.

@@ -386,7 +386,7 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
                                       ? RopeAngles{}
                                       : scratch_.block_ropes[static_cast<size_t>(rope)];
   invokeProcessKV_v2(device_, {.qkv = scratch_.qkv,
-                               .bias = k_biases_.qkv(index),
+                               .bias = k_biases_.qkv_bias(index),
                                .q_norm = by_head ? layer.q_norm.data : nullptr,
                                .k_norm = by_head ? layer.k_norm.data : nullptr,
                                .norm_eps = model().norm_eps,

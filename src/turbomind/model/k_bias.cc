@@ -77,9 +77,13 @@ FastPairs TakeFastPairs(std::vector<float>* bias, int head_dim, const RopeTable&
   const size_t half = rope.inv_freq().size();
   std::vector<std::vector<int32_t>> of_heads;
   size_t most = 0;
+  int32_t repeated = 0;
   for (size_t head = 0; head < bias->size(); head += dim) {
     of_heads.push_back(FindFastPairs(bias->data() + head, rope, block_seq_len));
-    most = std::max(most, of_heads.back().size());
+    if (of_heads.back().size() > most) {
+      most = of_heads.back().size();
+      repeated = of_heads.back().front();
+    }
   }
   FastPairs fast;
   fast.num_pairs = static_cast<int>(most);
@@ -88,7 +92,7 @@ FastPairs TakeFastPairs(std::vector<float>* bias, int head_dim, const RopeTable&
   float* channels = bias->data();
   for (std::vector<int32_t>& pairs : of_heads) {
     const size_t found = pairs.size();
-    pairs.resize(most);  // with pair 0, whose directions stay zero
+    pairs.resize(most, repeated);  // the directions of those stay zero
     for (size_t i = 0; i < most; ++i, u += 2 * dim) {
       if (i < found) {
         const auto low = static_cast<size_t>(pairs[i]);
@@ -107,18 +111,11 @@ FastPairs TakeFastPairs(std::vector<float>* bias, int head_dim, const RopeTable&
 
 std::vector<float> MakeWaves(const std::vector<int32_t>& pairs, const RopeTable& rope,
                              int64_t num_positions) {
-  const size_t half = rope.inv_freq().size();
-  std::vector<float> cos(half);
-  std::vector<float> sin(half);
-  const auto length = static_cast<size_t>(num_positions);
-  std::vector<float> waves(pairs.size() * 2 * length);
-  for (size_t p = 0; p < length && !pairs.empty(); ++p) {
-    const auto position = static_cast<int32_t>(p);
-    rope.Fill(&position, 1, cos.data(), sin.data());
-    for (size_t i = 0; i < pairs.size(); ++i) {
-      waves[2 * i * length + p] = cos[static_cast<size_t>(pairs[i])];
-      waves[(2 * i + 1) * length + p] = sin[static_cast<size_t>(pairs[i])];
-    }
+  std::vector<float> waves(pairs.size() * 2 * static_cast<size_t>(num_positions));
+  float* cos = waves.data();
+  for (const int32_t pair : pairs) {
+    rope.FillWave(pair, num_positions, cos, cos + num_positions);
+    cos += 2 * num_positions;
   }
   return waves;
 }

@@ -3,7 +3,8 @@
 // What a bias of K becomes where K is quantized. A quantized row would spend its steps on a large
 // bias, so the bias is taken out first. RoPE turns it from position to position:
 //  - slow pairs of channels turn little within a block: their bias is in the block's K offset;
-//  - fast pairs turn around: attention adds their products with the queries (FastBias).
+//  - of fast pairs an offset would leave too much: attention adds their products with the queries
+//    (FastBias).
 
 #include <cstdint>
 #include <vector>
@@ -33,7 +34,8 @@ struct FastPairs {
 };
 
 // Moves the fast pairs from `bias`, [kv_heads, head_dim], to the result: those of which a K offset
-// leaves more than an amplitude of kMinFastBias, the largest ones first.
+// leaves more than an amplitude of kMinFastBias, the largest ones first. Keys have a spread of
+// about 1, so a smaller rest hardly widens the range that their codes cover.
 FastPairs TakeFastPairs(std::vector<float>* bias, int head_dim, const RopeTable& rope,
                         int block_seq_len);
 inline constexpr double kMinFastBias = 1.;

@@ -1,37 +1,26 @@
 #include "turbomind/model/k_bias_arrays.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/model/decoder.h"
+#include "turbomind/ops/hadamard.h"
 
 namespace turbomind {
 namespace {
 
-bool QuantizesK(const LayerCache& cache) {
-  return cache.kv.format[0] != KvCacheMode::kNone ||
-         (cache.window16.data != nullptr && cache.window16.format[0] != KvCacheMode::kNone);
+// Returns whether blocks have K offsets. Without them, keys have their whole bias.
+bool HasOffsets(const LayerCache& cache) {
+  return cache.kv.HasKOffset() || cache.written().HasKOffset();
 }
 
-// Applies the rotation of K to rows of head_dim values: a normalized Hadamard matrix.
 void RotateRows(std::vector<float>* rows, int head_dim) {
-  const auto size = static_cast<size_t>(RotationSize(head_dim));
-  const auto norm = static_cast<float>(1. / std::sqrt(static_cast<double>(size)));
-  for (size_t h = 1; h < size; h *= 2) {
-    for (size_t i = 0; i < rows->size(); ++i) {
-      if ((i & h) == 0) {
-        float& a = (*rows)[i];
-        float& b = (*rows)[i + h];
-        a = std::exchange(b, a - b) + a;
-      }
-    }
-  }
-  for (float& x : *rows) {
-    x *= norm;
+  const int size = RotationSize(head_dim);
+  for (size_t i = 0; i < rows->size(); i += static_cast<size_t>(size)) {
+    RotateRun(rows->data() + i, size);
   }
 }
 
@@ -60,7 +49,7 @@ KBiasArrays::KBiasArrays(const DecoderConfig& config, const Weights& weights,
     Layer& layer = layers_.emplace_back();
     const VectorWeight& qkv = weights.layers[i].qkv.bias;
     layer.of_weights = qkv.data;
-    if (!QuantizesK(cache)) {
+    if (!HasOffsets(cache)) {
       continue;
     }
     const bool has_base = cache.written().HasKOffset();
@@ -103,7 +92,7 @@ KBiasArrays::KBiasArrays(const DecoderConfig& config, const Weights& weights,
   }
 }
 
-const float* KBiasArrays::qkv(int layer) const {
+const float* KBiasArrays::qkv_bias(int layer) const {
   const Layer& of = layers_[static_cast<size_t>(layer)];
   return of.qkv.empty() ? of.of_weights : of.qkv.data();
 }

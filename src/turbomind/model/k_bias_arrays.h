@@ -25,7 +25,7 @@ class KBiasArrays {
               DeviceMemory& device);
 
   // Returns WriteKvParams::bias: that of the weights, without fast pairs if there are any.
-  const float* qkv(int layer) const;
+  const float* qkv_bias(int layer) const;
   // Returns k_base of WriteKvParams; null unless keys are written to a pool with K offsets.
   const float* base(int layer) const { return layers_[static_cast<size_t>(layer)].base.data(); }
   FastBias fast(int layer) const;

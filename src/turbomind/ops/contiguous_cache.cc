@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "turbomind/kv/sliding_window.h"
 #include "turbomind/ops/attention.h"
 #include "turbomind/ops/flatten_kv.h"
+#include "turbomind/ops/hadamard.h"
 #include "turbomind/ops/process_kv.h"
 
 namespace turbomind {
@@ -119,24 +119,6 @@ void StoreRow(const float* from, DataType dtype, int n, std::byte* to) {
   auto* bytes = reinterpret_cast<uint8_t*>(to);
   for (int i = 0; i < n; ++i) {
     StoreAs(from[i], dtype, bytes, i);
-  }
-}
-
-// Applies the normalized Hadamard rotation of WriteKv, which is its own inverse.
-void RotateRun(float* x, int size) {
-  for (int h = 1; h < size; h *= 2) {
-    for (int base = 0; base < size; base += 2 * h) {
-      for (int i = base; i < base + h; ++i) {
-        const float a = x[i];
-        const float b = x[i + h];
-        x[i] = a + b;
-        x[i + h] = a - b;
-      }
-    }
-  }
-  const auto norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
-  for (int i = 0; i < size; ++i) {
-    x[i] *= norm;
   }
 }
 

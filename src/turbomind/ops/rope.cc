@@ -195,4 +195,13 @@ void RopeTable::Fill(const int32_t* positions, int num_tokens, float* cos, float
   }
 }
 
+void RopeTable::FillWave(int frequency, int64_t num_positions, float* cos, float* sin) const {
+  const float inv_freq = inv_freq_[static_cast<size_t>(frequency)];
+  for (int64_t p = 0; p < num_positions; ++p) {
+    const float angle = inv_freq * static_cast<float>(p);
+    cos[p] = std::cos(angle) * attention_factor_;
+    sin[p] = std::sin(angle) * attention_factor_;
+  }
+}
+
 }  // namespace turbomind

@@ -33,6 +33,9 @@ class RopeTable {
   // Fills cos and sin, each [num_tokens, dim / 2]. Writes nothing for kNone.
   void Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const;
 
+  // Fills cos and sin, each [num_positions], of one frequency at the positions from 0 on.
+  void FillWave(int frequency, int64_t num_positions, float* cos, float* sin) const;
+
   bool enabled() const { return config_.kind != RopeKind::kNone; }
   int dim() const { return config_.dim; }
   const RopeConfig& config() const { return config_; }

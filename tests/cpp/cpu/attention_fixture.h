@@ -75,7 +75,8 @@ struct Inputs {
   std::vector<float> q;  // [context, q_heads, head_dim]; rows before `first` are not read
   std::vector<float> sinks;
   std::vector<float> q_dot_mean;  // [context, q_heads]
-  // FastBias of arbitrary waves; all heads share them in different order.
+  // FastBias of arbitrary waves. There is one more than a head has pairs, and each leaves out
+  // another.
   std::vector<float> directions;
   std::vector<int32_t> waves_of;
   std::vector<float> waves;
@@ -106,10 +107,10 @@ inline Inputs MakeInputs(const Case& c) {
     in.directions.push_back(1.5f * normal(random));
   }
   for (int i = 0; i < c.shape.kv_heads * c.fast_pairs; ++i) {
-    in.waves_of.push_back(i * 3 % std::max(c.fast_pairs, 1));
+    in.waves_of.push_back((i / c.fast_pairs + i % c.fast_pairs + 1) % (c.fast_pairs + 1));
   }
   in.num_positions = (c.shape.context + kTileTokens - 1) / kTileTokens * kTileTokens;
-  for (int64_t i = 0; i < c.fast_pairs * 2 * in.num_positions; ++i) {
+  for (int64_t i = 0; i < (c.fast_pairs + 1) * 2 * in.num_positions; ++i) {
     in.waves.push_back(normal(random));
   }
   return in;

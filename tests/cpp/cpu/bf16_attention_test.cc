@@ -95,6 +95,7 @@ TEST_CASE("attention in BF16 is close to double precision and the same for every
       c.window = i % 4 == 1 ? 100 : i % 4 == 3 ? -90 : 0;
       c.sinks = i % 5 == 2;
       c.score_cap = i % 7 == 4 ? 0.75f : 0.f;
+      c.fast_pairs = i % 7 > 3 ? 2 : 0;
       CheckBf16(c);
       ++i;
     }

@@ -137,9 +137,9 @@ struct Layer {
     sinks = sampling(c.sinks, q_heads());
     q_dot_mean = sampling(c.mean, c.max_seqs * q_heads());
     directions = sampling(true, c.kv_heads * c.fast_pairs * 2 * c.head_dim);
-    waves = sampling(true, c.fast_pairs * 2 * num_positions());
+    waves = sampling(true, (c.fast_pairs + 1) * 2 * num_positions());
     for (int i = 0; i < c.kv_heads * c.fast_pairs; ++i) {
-      waves_of.push_back(i * 3 % c.fast_pairs);
+      waves_of.push_back((i / c.fast_pairs + i % c.fast_pairs + 1) % (c.fast_pairs + 1));
     }
   }
 

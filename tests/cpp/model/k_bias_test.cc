@@ -79,7 +79,7 @@ TEST_CASE("fast pairs and the rest of the bias add up to RoPE of the bias at eve
     std::vector<float> rest = bias;
     const FastPairs fast = TakeFastPairs(&rest, kDim, rope, 64);
     CHECK(fast.num_pairs == 2);
-    CHECK(fast.pairs == std::vector<int32_t>{0, 2, 1, 0});
+    CHECK(fast.pairs == std::vector<int32_t>{0, 2, 1, 0});  // the last one has no bias
     CHECK(rest[0] == 0.f);
     CHECK(rest[half - 1] == 0.25f);
     const std::vector<float> waves = MakeWaves(fast.pairs, rope, 128);

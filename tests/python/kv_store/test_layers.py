@@ -112,6 +112,9 @@ def test_layer_rejects(folder: str) -> None:
     calibrated = replace(blocks, identity={**blocks.identity, "calibration": "ab"})
     with pytest.raises(ValueError, match="calibration is 'ab'"):
         calibrated.layer(0)
+    biased = replace(blocks, identity={**blocks.identity, "k_bias": "without fast pairs, 1"})
+    with pytest.raises(ValueError, match="k_bias is 'without fast pairs, 1'"):
+        biased.layer(0)
     cut = replace(blocks, blocks=[[copy[:-16] for copy in b] for b in blocks.blocks])
     with pytest.raises(ValueError, match="bytes per block"):
         cut.layer(0)

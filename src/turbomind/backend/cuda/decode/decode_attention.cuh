@@ -416,7 +416,8 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
       ScoreRows<C>(task, query, view, stage, u, scores);
     }
     if (p.fast_bias.num_pairs > 0) {
-      const float unit = p.softmax_scale * kLog2E * InverseApprox(score_scale);
+      const float unit = InverseApprox(Fragments<C::kKeyFormat, C::kType>::kUnit *
+                                       HeadScale(p.kv.global_scale[0], task.kv_head));
       AddWaves<C>(task, ahead - C::kStages * kTurn, unit, scores);
     }
     if (p.score_cap != 0.f) {

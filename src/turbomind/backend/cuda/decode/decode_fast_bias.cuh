@@ -1,9 +1,8 @@
 #pragma once
 
 // ⑦ The part of the decode scores that comes from the fast part of K's bias (FastBias): waves over
-// the positions. Amplitudes (decode_amplitudes.cuh) are computed once per step. Every tile then
-// adds four values per pair and score. The waves are read from the L2 cache, which all heads and
-// layers share.
+// the positions. Amplitudes (decode_amplitudes.cuh) are computed once per step. Every score then
+// takes two products per pair. All heads and layers read the same waves, from the L2 cache.
 
 #include <cstdint>
 
@@ -11,7 +10,8 @@
 
 namespace turbomind::cuda {
 
-// Add the waves of the tile at a position to its raw scores, in units of `unit`.
+// Add the waves of the tile at a position to its raw scores. `unit` is the factor from q · k
+// to a raw score.
 template <class C>
 TM_DEVICE void AddWaves(const DecodeTask<C>& task, int position, float unit,
                         float (&scores)[C::kHeadTiles][C::kSubTiles][4]) {
