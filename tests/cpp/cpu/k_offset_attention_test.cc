@@ -77,7 +77,7 @@ TEST_CASE("K offsets without a window and with a score cap match the reference")
   }
 }
 
-TEST_CASE("every instruction set adds K offsets with the same bits") {
+TEST_CASE("with K offsets, every instruction set returns the same bits") {
   for (KvCacheMode format : kAllKvCacheModes) {
     for (int block : {16, 64}) {
       Case c = OffsetCase({format, format}, 80, block, KvCacheMode::kInt8);

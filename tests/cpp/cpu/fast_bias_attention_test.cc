@@ -55,7 +55,7 @@ TEST_CASE("the fast bias is below the score cap and needs no window") {
   CheckBits(c, BestIsa(), kFactor * kMaxErrorRounded);
 }
 
-TEST_CASE("every instruction set adds the fast bias with the same bits") {
+TEST_CASE("with a fast bias, every instruction set returns the same bits") {
   for (KvCacheMode format : kAllKvCacheModes) {
     Case c = FastCase({format, format}, 80, KvCacheMode::kInt8);
     c.shape.context = 290;
