@@ -1,5 +1,3 @@
-#include "turbomind/kv/k_offset.h"
-
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -10,6 +8,7 @@
 #include "cpu/attention_fixture.h"
 #include "cpu/kv_quality_fixture.h"
 #include "sanitized_sample.h"
+#include "turbomind/kv/k_offset.h"
 
 namespace turbomind {
 namespace {

@@ -1,8 +1,8 @@
 #pragma once
 
 // ⑦ The part of the scores that comes from the K offsets of blocks (kv/k_offset.h): one product per
-// query row and block, in FP32. q · offset = scale · (q · codes) + zero · Σ q. Decode computes those
-// of a split at once, after its first scores: by then the offsets have arrived from memory.
+// query row and block, in FP32. q · offset = scale · (q · codes) + zero · Σ q. Decode computes
+// those of a split at once, after its first scores: by then the offsets have arrived from memory.
 
 #include <cstdint>
 
