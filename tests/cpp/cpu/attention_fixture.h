@@ -337,4 +337,34 @@ inline std::vector<float> CheckCase(Case c, const std::string& isa, bool affine)
 
 inline std::string BestIsa() { return AvailableCpuIsas().back(); }
 
+// Returns a case of blocks of one length that reads the window and the quantized pool.
+inline Case BlockCase(const FormatPair& pair, int dim, int block) {
+  Case c;
+  c.shape.k = pair.k;
+  c.shape.v = pair.v;
+  c.shape.head_dim = dim;
+  c.shape.block_seq_len = block;
+  c.shape.context = block == 64 ? 600 : 333;
+  c.first = c.shape.context - 140;
+  c.window16 = {64, 64};
+  return c;
+}
+
+// Checks that a short case has the same bits with every instruction set, in FP32 and in integers.
+inline void CheckEveryIsa(Case c) {
+  c.shape.context = 290;
+  c.first = 270;
+  for (bool exact : {false, true}) {
+    c.exact = exact;
+    ThreadPool pool(1);
+    Caches caches(c);
+    const Inputs in = MakeInputs(c);
+    const std::vector<float> want = RunChunks(CpuKvKernelsFor(BestIsa()), pool, c, caches, in, 64);
+    for (const std::string& isa : AvailableCpuIsas()) {
+      INFO(Name(c, isa));
+      CHECK(SameBits(want, RunChunks(CpuKvKernelsFor(isa), pool, c, caches, in, 64)));
+    }
+  }
+}
+
 }  // namespace turbomind

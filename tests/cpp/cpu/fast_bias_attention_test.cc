@@ -57,20 +57,7 @@ TEST_CASE("the fast bias is below the score cap and needs no window") {
 
 TEST_CASE("with a fast bias, every instruction set returns the same bits") {
   for (KvCacheMode format : kAllKvCacheModes) {
-    Case c = FastCase({format, format}, 80, KvCacheMode::kInt8);
-    c.shape.context = 290;
-    c.first = 270;
-    for (bool exact : {false, true}) {
-      c.exact = exact;
-      ThreadPool pool(1);
-      Caches caches(c);
-      const Inputs in = MakeInputs(c);
-      const std::vector<float> want =
-          RunChunks(CpuKvKernelsFor(BestIsa()), pool, c, caches, in, 64);
-      for (const std::string& isa : AvailableCpuIsas()) {
-        CHECK(SameBits(want, RunChunks(CpuKvKernelsFor(isa), pool, c, caches, in, 64)));
-      }
-    }
+    CheckEveryIsa(FastCase({format, format}, 80, KvCacheMode::kInt8));
   }
 }
 

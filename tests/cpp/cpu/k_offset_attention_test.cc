@@ -13,25 +13,16 @@
 namespace turbomind {
 namespace {
 
-constexpr PrecisionWindowTokens kBalanced = {64, 64};
-
 // Attention over given offsets.
 
 Case OffsetCase(const FormatPair& pair, int dim, int block, KvCacheMode window_format) {
-  Case c;
-  c.shape.k = pair.k;
-  c.shape.v = pair.v;
-  c.shape.head_dim = dim;
-  c.shape.block_seq_len = block;
-  c.shape.context = block == 64 ? 600 : 333;
+  Case c = BlockCase(pair, dim, block);
   c.shape.dtype = dim == 80 ? DataType::kFloat16 : DataType::kBFloat16;
   c.shape.k_offset = true;
   c.group = block == 16 ? 1 : block == 128 ? 7 : 3;
   c.window = block == 128 ? 200 : 0;
   c.sinks = block >= 64;
   c.mean = block == 64;
-  c.first = c.shape.context - 140;
-  c.window16 = kBalanced;
   c.window_format = window_format;
   return c;
 }
@@ -79,20 +70,7 @@ TEST_CASE("K offsets without a window and with a score cap match the reference")
 TEST_CASE("with K offsets, every instruction set returns the same bits") {
   for (KvCacheMode format : kAllKvCacheModes) {
     for (int block : {16, 64}) {
-      Case c = OffsetCase({format, format}, 80, block, KvCacheMode::kInt8);
-      c.shape.context = 290;
-      c.first = 270;
-      for (bool exact : {false, true}) {
-        c.exact = exact;
-        ThreadPool pool(1);
-        Caches caches(c);
-        const Inputs in = MakeInputs(c);
-        const std::vector<float> want =
-            RunChunks(CpuKvKernelsFor(BestIsa()), pool, c, caches, in, 64);
-        for (const std::string& isa : AvailableCpuIsas()) {
-          CHECK(SameBits(want, RunChunks(CpuKvKernelsFor(isa), pool, c, caches, in, 64)));
-        }
-      }
+      CheckEveryIsa(OffsetCase({format, format}, 80, block, KvCacheMode::kInt8));
     }
   }
 }

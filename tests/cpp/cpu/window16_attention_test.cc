@@ -22,12 +22,7 @@ TEST_CASE(
         if (!sample.Next()) {
           continue;
         }
-        Case c;
-        c.shape.k = pair.k;
-        c.shape.v = pair.v;
-        c.shape.head_dim = dim;
-        c.shape.block_seq_len = block;
-        c.shape.context = block == 64 ? 600 : 333;
+        Case c = BlockCase(pair, dim, block);
         c.shape.dtype = dim == 96    ? DataType::kFloat16
                         : dim == 256 ? DataType::kFloat32
                                      : DataType::kBFloat16;
@@ -35,8 +30,6 @@ TEST_CASE(
         c.window = block == 32 ? 100 : block == 128 ? 200 : 0;
         c.sinks = block >= 64;
         c.mean = block == 64;
-        c.first = c.shape.context - 140;
-        c.window16 = kBalanced;
         CheckCase(c, BestIsa(), Affine(pair));
       }
     }
