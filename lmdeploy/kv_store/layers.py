@@ -39,7 +39,8 @@ def find_layer(
     if identity["calibration"] is not None:
         raise refuse("calibration", identity["calibration"], wanted="None")
     if "k_bias" in identity and formats[index][0] != "none":
-        raise refuse("k_bias", identity["k_bias"], wanted="absent, because keys lack a part of it")
+        wanted = "absent, because these keys lack a part of it. Export K in 16 bits (k=none)"
+        raise refuse("k_bias", identity["k_bias"], wanted=wanted)
     has_window16 = identity["recent_tokens"] >= 0
     if window16 and not has_window16:
         raise refuse("window16", window16, wanted="False, because the cache has no window")

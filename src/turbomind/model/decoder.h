@@ -41,7 +41,7 @@ struct DecoderConfig {
   std::vector<LayerCache> layers;  // one per layer
   bool rotate_k = false;
   bool search_scales = false;
-  int max_positions = 0;  // of a sequence; 0: cached keys have their whole bias
+  int max_positions = 0;  // of a sequence; needed by a bias of K beside K offsets
   StepLimits limits;      // removes_mean is also set if a layer has k_mean
   // If set, receives K and V of every step as they are stored. Needs collects_kv_statistics.
   KvStatistics* statistics = nullptr;

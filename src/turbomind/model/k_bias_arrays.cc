@@ -61,7 +61,8 @@ KBiasArrays::KBiasArrays(const DecoderConfig& config, const Weights& weights,
     std::vector<float> bias = ReadKBias(model, weights.layers[i], device);
     const int index = model.RopeOf(static_cast<int>(i));
     const RopeTable* rope = index < 0 ? nullptr : &ropes[static_cast<size_t>(index)];
-    if (rope != nullptr && rope->enabled() && num_positions_ > 0) {
+    if (rope != nullptr && rope->enabled()) {
+      Check(num_positions_ > 0, "a bias of K beside K offsets needs max_positions");
       layer.rope = static_cast<size_t>(index);
       FastPairs fast = TakeFastPairs(&bias, model.head_dim, *rope, cache.kv.block_seq_len);
       layer.num_pairs = fast.num_pairs;
