@@ -227,6 +227,34 @@ inline void MmaBFloat(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32
   Mma<true>(c, a, b0, b1);
 }
 
+// PTX manual, "Matrix Fragments for mma.m16n8k8", with factors of TF32: the lower 13 bits are not
+// used.
+inline void MmaTf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  uint32_t in[10];
+  std::memcpy(in, a, sizeof(a));
+  in[4] = FloatBits(b0);
+  in[5] = FloatBits(b1);
+  std::memcpy(in + 6, c, sizeof(c));
+  uint32_t out[4];
+  shim::MeetWarp({"mma.tf32", in, 10, out, 4}, [](shim::LaneWords& words) {
+    const auto factor = [&](int lane, int word) {
+      return BitsFloat(words.in[lane][word] & 0xffffe000u);
+    };
+    for (int lane = 0; lane < shim::kWarp; ++lane) {
+      for (int r = 0; r < 4; ++r) {
+        float sum = BitsFloat(words.in[lane][6 + r]);
+        for (int k = 0; k < 8; ++k) {
+          const int row = lane / 4 * 4 + k % 4;                   // of a: its lane
+          const int column = (lane % 4 * 2 + r % 2) * 4 + k % 4;  // of b: its lane
+          sum += factor(row, k / 4 * 2 + r / 2) * factor(column, 4 + k / 4);
+        }
+        words.out[lane][r] = FloatBits(sum);
+      }
+    }
+  });
+  std::memcpy(c, out, sizeof(c));
+}
+
 inline uint32_t TransposeMatrix(uint32_t a) {
   uint32_t out;
   shim::MeetWarp({"movmatrix", &a, 1, &out, 1}, [](shim::LaneWords& words) {

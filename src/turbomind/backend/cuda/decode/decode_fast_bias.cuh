@@ -1,14 +1,21 @@
 #pragma once
 
 // ⑦ The part of the decode scores that comes from the fast part of K's bias (FastBias): waves over
-// the positions. Amplitudes (decode_amplitudes.cuh) are computed once per step. Every score then
-// takes two products per pair. All heads and layers read the same waves, from the L2 cache.
+// the positions times amplitudes, which decode_amplitudes.cuh computes once per step. It is a
+// matrix product of 16 positions, 8 heads, and the cos and sin of four pairs at a time. TF32 keeps
+// 11 bits of a factor, so each factor is a sum of two, and the product of the two remainders is
+// left out. All heads and layers read the same waves, from the L2 cache.
 
 #include <cstdint>
 
 #include "turbomind/backend/cuda/decode/decode_shape.cuh"
 
 namespace turbomind::cuda {
+
+inline constexpr int kWavePairs = 4;  // per matrix product; lane t has pair t of them
+
+// The upper bits of x, which TF32 can hold.
+TM_DEVICE float UpperTf32(float x) { return BitsFloat(FloatBits(x) & 0xffffe000u); }
 
 // Add the waves of the tile at a position to its raw scores. `unit` is the factor from q · k
 // to a raw score.
@@ -20,28 +27,44 @@ TM_DEVICE void AddWaves(const DecodeTask<C>& task, int position, float unit,
   const float* amplitudes =
       task.params.amplitudes +
       (task.item.sequence * static_cast<int64_t>(task.params.q_heads) + task.first_head) * n;
-#pragma unroll 1
-  for (int pair = 0; pair < bias.num_pairs; ++pair) {
-    const int wave = LoadGlobal(bias.waves_of + task.kv_head * bias.num_pairs + pair);
-    const float* cos = bias.waves + 2 * wave * bias.num_positions + position + task.at.g;
-    float of_cos[C::kHeadTiles][2];
-    float of_sin[C::kHeadTiles][2];
+  const int32_t* waves_of = bias.waves_of + task.kv_head * bias.num_pairs;
+  const float* waves = bias.waves + position + task.at.g;
+  int offsets[kMaxFastPairs / kWavePairs];  // loaded together, because every wave waits for one
 #pragma unroll
-    for (int i = 0; i < 2 * C::kHeadTiles; ++i) {
-      const int head = i / 2 * kHeadTile + 2 * task.at.t + i % 2;
-      const bool real = head < task.num_heads;
-      const float* at = amplitudes + (real ? head : 0) * n + 2 * pair;
-      of_cos[i / 2][i % 2] = real ? LoadGlobal(at) * unit : 0.f;
-      of_sin[i / 2][i % 2] = real ? LoadGlobal(at + 1) * unit : 0.f;
+  for (int i = 0; i < kMaxFastPairs / kWavePairs; ++i) {
+    const int pair = i * kWavePairs + task.at.t;
+    offsets[i] = LoadGlobal(waves_of + (pair < bias.num_pairs ? pair : 0));
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxFastPairs / kWavePairs; ++i) {
+    if (i * kWavePairs >= bias.num_pairs) {
+      break;
+    }
+    const int pair = i * kWavePairs + task.at.t;
+    const float* cos = waves + 2 * offsets[i] * bias.num_positions;
+    float upper[C::kSubTiles][4];
+    float lower[C::kSubTiles][4];
+#pragma unroll
+    for (int j = 0; j < 4 * C::kSubTiles; ++j) {  // rows g and g + 8 of cos, then of sin
+      const float x =
+          LoadGlobal(cos + j / 4 * 16 + j % 2 * 8 + (j / 2 % 2 == 0 ? 0 : bias.num_positions));
+      upper[j / 4][j % 4] = UpperTf32(x);
+      lower[j / 4][j % 4] = x - upper[j / 4][j % 4];
     }
 #pragma unroll
-    for (int row = 0; row < 2 * C::kSubTiles; ++row) {
-      const float c = LoadGlobal(cos + 8 * row);
-      const float s = LoadGlobal(cos + bias.num_positions + 8 * row);
+    for (int tile = 0; tile < C::kHeadTiles; ++tile) {
+      const int head = tile * kHeadTile + task.at.g;
+      const bool real = head < task.num_heads && pair < bias.num_pairs;
+      const float* at = amplitudes + (real ? head * n + 2 * pair : 0);
+      const float of_cos = real ? LoadGlobal(at) * unit : 0.f;
+      const float of_sin = real ? LoadGlobal(at + 1) * unit : 0.f;
+      const float cos_upper = UpperTf32(of_cos);
+      const float sin_upper = UpperTf32(of_sin);
 #pragma unroll
-      for (int i = 0; i < 2 * C::kHeadTiles; ++i) {
-        float& score = scores[i / 2][row / 2][row % 2 * 2 + i % 2];
-        score += c * of_cos[i / 2][i % 2] + s * of_sin[i / 2][i % 2];
+      for (int u = 0; u < C::kSubTiles; ++u) {
+        MmaTf32(scores[tile][u], upper[u], cos_upper, sin_upper);
+        MmaTf32(scores[tile][u], lower[u], cos_upper, sin_upper);
+        MmaTf32(scores[tile][u], upper[u], of_cos - cos_upper, of_sin - sin_upper);
       }
     }
   }

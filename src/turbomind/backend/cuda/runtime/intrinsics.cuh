@@ -120,6 +120,16 @@ TM_DEVICE void MmaBFloat(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// c += a · b with a [16, 8] row-major and b [8, 8] column-major, in the fragment layout of
+// mma.m16n8k8. Factors are FP32, of which the product uses the upper 19 bits.
+TM_DEVICE void MmaTf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
 // Transpose an 8 x 8 matrix of 16-bit values. Each lane holds two values of row lane / 4.
 TM_DEVICE uint32_t TransposeMatrix(uint32_t a) {
   uint32_t out;
