@@ -10,6 +10,8 @@
 #   conformance  compares every op in every mode on the GPU with the CPU              (gpu_ops_test)
 #   kernels      measures the speed of every op                              (bench_gpu.py device)
 #   generation   measures tokens per second of the model TM_GPU_MODEL (bench_engine.py --device cuda)
+#   python       serves tiny models, compares their scores with those of the CPU, and moves KV blocks
+#                (pytest; needs the packages of the extra test)
 #   memcheck, racecheck   run small tests under compute-sanitizer, if it is on PATH
 #   baselines    measures FlashInfer on the same cells, if it is installed
 #
@@ -27,10 +29,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-readonly PARTS=(conformance kernels generation memcheck racecheck baselines)
+readonly PARTS=(conformance kernels generation python memcheck racecheck baselines)
 declare -rA LIMIT_S=(
   [conformance]="${SECONDS_conformance:-120}" [kernels]="${SECONDS_kernels:-110}"
-  [generation]="${SECONDS_generation:-130}" [memcheck]="${SECONDS_memcheck:-60}"
+  [generation]="${SECONDS_generation:-130}" [python]="${SECONDS_python:-120}" [memcheck]="${SECONDS_memcheck:-60}"
   [racecheck]="${SECONDS_racecheck:-60}" [baselines]="${SECONDS_baselines:-300}"
 )
 readonly NO_GPU=3 SANITIZER_FOUND=99
@@ -126,6 +128,11 @@ part_generation() {
     --model "$TM_GPU_MODEL" --contexts 512,2048 --batches 1,32,128 --steps 64 \
     --json "${json%.json}_generation.json"
 }
+part_python() {
+  LMDEPLOY_TEST_CUDA="$LMDEPLOY_CUDA_LIBRARY" timeout -k 5 "${LIMIT_S[python]}" "$PYTHON" -m pytest \
+    -p no:cacheprovider -rA --tb=short tests/python/gpu tests/python/kv_store/test_engine.py \
+    tests/python/engine/test_speculation.py
+}
 part_baselines() {
   [ -e "$json" ] || { echo "skipped: there are no rows of our kernels"; return 0; }
   bench baselines baselines
@@ -144,6 +151,9 @@ for part in "${parts[@]}"; do
     give_up 2 "part '$part' is unknown; choose build or some of ${PARTS[*]}"
 done
 
+if [ -n "${TM_CUDA_BUILD:-}" ] && [[ " ${parts[*]} " == *" build "* ]]; then
+  give_up 2 "TM_CUDA_BUILD names programs that are built; unset it to build in build/cuda"
+fi
 mkdir -p "$LOGS" "$RESULTS" || exit 2
 if [ -z "${TM_CUDA_BUILD:-}" ]; then
   command -v nvidia-smi >/dev/null || [ -e /dev/nvidiactl ] || [ "${parts[*]}" = build ] ||
