@@ -98,9 +98,16 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
+# JSON may contain them, but clients that read events with str.splitlines end a line there.
+_LINE_ENDS = "\x85\u2028\u2029"
+
+
 def json_bytes(body: Any) -> bytes:
-    """Return `body` as JSON in UTF-8. Lone surrogates become U+FFFD."""
+    """Return `body` as one line of JSON in UTF-8. Lone surrogates become U+FFFD."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for end in _LINE_ENDS:
+        if end in text:
+            text = text.replace(end, f"\\u{ord(end):04x}")
     return without_surrogates(text).encode()
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from lmdeploy.serve.errors import json_bytes
 from lmdeploy.serve.streaming import SseResponse
 
 
@@ -36,3 +37,10 @@ def test_sse_response_sends_once_per_turn_of_the_event_loop() -> None:
     scope = {"type": "http", "asgi": {"spec_version": "2.0"}}
     asyncio.run(SseResponse(events(), [])(scope, receive, send))
     assert b"".join(sent) == b"".join(b"data: %d\n\n" % i for i in range(20))
+
+
+def test_an_event_is_one_line_for_clients_that_split_at_every_unicode_line_end() -> None:
+    text = "a\x85b\u2028c\u2029d"
+    assert json_bytes({"text": text}).decode().splitlines() == [
+        '{"text":"a\\u0085b\\u2028c\\u2029d"}'
+    ]
