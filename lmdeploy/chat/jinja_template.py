@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
+from lmdeploy.chat.message_form import Message, MessageForm, find_form
 from lmdeploy.chat.tool_calls import JsonObject
 
 if TYPE_CHECKING:
@@ -28,9 +30,9 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 _MAX_OUTPUT_CHARS = 64 << 20
 _MAX_INDENT = 16
 _MAX_CONFIG_BYTES = 16 << 20
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"  # names that transformers gives to templates
+_MORE_TEMPLATES = "additional_chat_templates"  # folder of the named ones beside chat_template.jinja
 _FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-
-Message = Mapping[str, Any]
 
 
 class PreRenderedJson(str):
@@ -48,12 +50,32 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, origin: str, bos_token: str = "", eos_token: str = ""
+        self,
+        source: str,
+        *,
+        origin: str,
+        bos_token: str = "",
+        eos_token: str = "",
+        with_tools: ChatTemplate | None = None,
     ) -> None:
+        """Compile a template. `with_tools` renders the conversations that have tools."""
         self.source = source
         self.origin = origin
+        self.with_tools = with_tools
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = _compile(source, origin)
+
+    @cached_property
+    def form(self) -> MessageForm:
+        """The messages that the template accepts."""
+
+        def try_render(messages: list[Message]) -> str:
+            try:
+                return self._render(messages, {"add_generation_prompt": True})
+            except OptionError:
+                return ""
+
+        return find_form(try_render)
 
     def render(
         self,
@@ -71,6 +93,12 @@ class ChatTemplate:
 
         Raise OptionError with the template's message if it rejects the messages.
         """
+        given = dict(variables or {})
+        template = self.with_tools if self.with_tools is not None and given.get("tools") else self
+        given["add_generation_prompt"] = add_generation_prompt
+        return template._render(template.form.adapt(messages), given)
+
+    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         from lmdeploy.chat.template_limits import TemplateLimitError, limits
@@ -78,9 +106,8 @@ class ChatTemplate:
         context = {
             "tools": None,
             "documents": None,
-            **(variables or {}),
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
+            **variables,
+            "messages": messages,
             **self._tokens,
         }
         pieces: list[str] = []
@@ -116,37 +143,48 @@ def template_from_file(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
     """Read a Jinja file, or a JSON file with `chat_template` (for --chat-template)."""
     file = Path(path)
     if file.suffix == ".json":
-        source = _source_from_json(file)
-        if source is None:
+        sources = _sources_from_json(file)
+        if not sources:
             raise ModelFormatError(f"{file}: chat_template is missing.")
     else:
-        source = _read_text(file)
-    return _make(source, str(file), tokenizer=tokenizer)
+        sources = {_DEFAULT: _read_text(file)}
+    return _make(sources, str(file), tokenizer=tokenizer)
 
 
 def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the template of a Hugging Face folder, or None if it has none."""
     for name in _FILE_NAMES:
         file = folder / name
-        if file.is_file():
-            source = _read_text(file) if file.suffix == ".jinja" else _source_from_json(file)
-            if source is not None:
-                return _make(source, str(file), tokenizer=tokenizer)
+        if not file.is_file():
+            continue
+        if file.suffix == ".jinja":
+            sources = {_DEFAULT: _read_text(file)}
+            more = folder / _MORE_TEMPLATES / f"{_WITH_TOOLS}.jinja"
+            if more.is_file():
+                sources[_WITH_TOOLS] = _read_text(more)
+        else:
+            sources = _sources_from_json(file)
+        if sources:
+            return _make(sources, str(file), tokenizer=tokenizer)
     return None
 
 
 def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the template in GGUF metadata, or None if it has none."""
-    source = metadata.get("tokenizer.chat_template")
-    if not isinstance(source, str):
-        return None
-    return _make(source, "tokenizer.chat_template", tokenizer=tokenizer)
+    key = "tokenizer.chat_template"
+    named = {_DEFAULT: metadata.get(key), _WITH_TOOLS: metadata.get(f"{key}.{_WITH_TOOLS}")}
+    sources = {name: source for name, source in named.items() if isinstance(source, str)}
+    return _make(sources, key, tokenizer=tokenizer) if sources else None
 
 
-def _make(source: str, origin: str, *, tokenizer: Tokenizer) -> ChatTemplate:
-    return ChatTemplate(
-        source, origin=origin, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
-    )
+def _make(sources: Mapping[str, str], origin: str, *, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the default template, which has that for tools, or the only one."""
+    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    with_tools = None
+    if _DEFAULT in sources and _WITH_TOOLS in sources:
+        with_tools = ChatTemplate(sources[_WITH_TOOLS], origin=f"{origin}, {_WITH_TOOLS}", **tokens)
+    source = sources.get(_DEFAULT) or sources[_WITH_TOOLS]
+    return ChatTemplate(source, origin=origin, with_tools=with_tools, **tokens)
 
 
 def _read_text(file: Path) -> str:
@@ -160,14 +198,23 @@ def _read_text(file: Path) -> str:
         raise ModelFormatError(f"{file}: The file cannot be read: {error}") from error
 
 
-def _source_from_json(file: Path) -> str | None:
+def _sources_from_json(file: Path) -> dict[str, str]:
+    """Return the templates `default` and `tool_use`, as far as the file has them."""
     value = read_json_object(file, _MAX_CONFIG_BYTES).get("chat_template")
-    if isinstance(value, list):  # of several named templates, "default" is the one for chat
-        named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
-        value = named[0].get("template") if named else None
-    if value is not None and not isinstance(value, str):
-        raise ModelFormatError(f"{file}: chat_template must be a string.")
-    return value
+    if isinstance(value, list):
+        items = [item for item in value if isinstance(item, dict)]
+        sources = {
+            name: item.get("template")
+            for name in (_DEFAULT, _WITH_TOOLS)
+            for item in items
+            if item.get("name") == name
+        }
+    else:
+        sources = {} if value is None else {_DEFAULT: value}
+    for source in sources.values():
+        if not isinstance(source, str):
+            raise ModelFormatError(f"{file}: chat_template must be a string.")
+    return sources
 
 
 def _compile(source: str, origin: str) -> Template:
@@ -196,7 +243,7 @@ def _compile(source: str, origin: str) -> Template:
 def _without_generation_marks(source: str) -> str:
     """Remove `{% generation %}`, which only marks text for training."""
     return re.sub(
-        r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 if true \2%}{% endif %}", source
+        r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 if true %}{% endif \2%}", source
     )
 
 

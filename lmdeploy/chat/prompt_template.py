@@ -60,7 +60,9 @@ class PromptTemplate:
         self._meta_instruction = meta_instruction
         self._texts = texts or {}
         self.stop_words = list(stop_words or [])
-        self.source = template.source
+        self.source = template.source  # with that of the template for tools
+        if template.with_tools is not None:
+            self.source += template.with_tools.source
         self._begins_answer: bool | None = None
 
     def ending(self, *, begins_answer: bool) -> PromptTemplate:

@@ -46,6 +46,8 @@ _METHODS = frozenset(
         *("isspace", "istitle", "isupper", "items", "keys", "values", "get", "copy"),
     }
 )
+# Arguments that compiled templates pass to Environment.call in loops and blocks.
+_OF_JINJA = ("_loop_vars", "_block_vars")
 # Filters that are slow on long texts or have unbounded results. No chat template uses them.
 _REMOVED_FILTERS = ("batch", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
 # Widths in `%` formats, as digits or `*`, and the fields of str.format.
@@ -183,7 +185,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name == "join":
                 return _concat(_separated(owner, *args[1:]))
             if name in _METHOD_CHECKS:
-                _METHOD_CHECKS[name](owner, *args[1:], **kwargs)
+                given = {key: kwargs[key] for key in kwargs if key not in _OF_JINJA}
+                _METHOD_CHECKS[name](owner, *args[1:], **given)
         return _check(super().call(context, *args, **kwargs))
 
 

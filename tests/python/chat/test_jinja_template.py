@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lmdeploy.chat.jinja_template import (
     template_from_folder,
     template_from_gguf,
 )
+from lmdeploy.chat.prompt_template import PromptTemplate
 from lmdeploy.chat.tokenizer import Tokenizer
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.hub import resolve_model
@@ -51,7 +53,7 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, origin="test", bos_token="<s>", eos_token="</s>")
 
 
-def reference(source: str, *, add_generation_prompt: bool) -> str:
+def reference(source: str, *, add_generation_prompt: bool = True) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered, _ = render_jinja_template(
@@ -389,6 +391,95 @@ def test_chat_template_invalid_source_raises_model_format_error(source: str) -> 
         template(source)
 
 
+SYSTEM_FIRST = """\
+{%- for m in messages %}
+{%- if m.role == "system" and not loop.first %}{{ raise_exception("late") }}{% endif %}
+{{- m.role }}: {{ m.content }};
+{%- endfor %}"""
+SYSTEM_ONCE = """\
+{%- if messages[0].role == "system" %}S {{ messages[0].content }};{% endif %}
+{%- for m in messages if m.role != "system" %}{{ m.role }}: {{ m.content }};{% endfor %}"""
+NO_SYSTEM = """\
+{%- for m in messages %}
+{%- if m.role == "system" %}{{ raise_exception("no") }}{% endif %}{{ m.role }}: {{ m.content }};
+{%- endfor %}"""
+IN_PARTS = (
+    "{% for m in messages %}{{ m.role | upper }}: {% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+USER_IN_PARTS = """\
+{%- for m in messages %}
+{%- if m.role == "user" %}{{ m.content[0].text }}{% else %}{{ m.content | trim }}{% endif %};
+{%- endfor %}"""
+LATE = [("system", "A"), ("user", "B"), ("system", "C"), ("user", "D"), ("assistant", "E")]
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (SYSTEM_FIRST, "system: A\n\nC;user: B;user: D;assistant: E;"),
+        (SYSTEM_ONCE, "S A\n\nC;user: B;user: D;assistant: E;"),
+        (NO_SYSTEM, "user: A\n\nC\n\nB;user: D;assistant: E;"),
+        (IN_PARTS, "SYSTEM: A;USER: B;SYSTEM: C;USER: D;ASSISTANT: E;"),
+        (USER_IN_PARTS, "A;B;C;D;E;"),
+        (SYSTEM_FIRST.replace("late", "{{"), "system: A\n\nC;user: B;user: D;assistant: E;"),
+    ],
+    ids=["first", "once", "never", "parts", "parts of the user", "odd message"],
+)
+def test_render_shows_every_text_in_the_form_that_the_template_reads(
+    source: str, wanted: str
+) -> None:
+    messages = [{"role": role, "content": text} for role, text in LATE]
+    assert template(source).render(messages) == wanted
+
+
+def test_render_keeps_messages_where_the_template_shows_them() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    messages = [{"role": role, "content": text} for role, text in LATE]
+    assert template(source).render(messages) == (
+        "system: A;user: B;system: C;user: D;assistant: E;"
+    )
+    # Without a late message, the first one stays as it is.
+    assert template(SYSTEM_FIRST).render(messages[:2]) == "system: A;user: B;"
+    assert template(SYSTEM_FIRST).render(messages[1:3]) == "system: C;user: B;"
+    assert template(NO_SYSTEM).render(messages[:1]) == "user: A;"
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ("ljust(4)", "ab  "),
+        ("center(4)", " ab "),
+        ("zfill(4)", "00ab"),
+        ("replace('b', 'c')", "ac"),
+        ("strip('a')", "b"),
+        ("rfind('b')", "1"),
+        ("format(1)", "ab"),
+    ],
+)
+def test_methods_with_limits_work_in_loops_and_blocks(call: str, wanted: str) -> None:
+    messages = [{"role": "user", "content": "ab"}]
+    loop = "{% for m in messages %}{{ m.content." + call + " }}{% endfor %}"
+    assert template(loop).render(messages) == wanted
+    block = "{% block one %}{% set x = 1 %}{{ messages[0].content." + call + " }}{% endblock %}"
+    assert template(block).render(messages) == wanted
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("{% generation %}", "{% endgeneration %}"),
+        ("{%- generation -%}", "{%- endgeneration -%}"),
+        ("{% generation -%}", "{%- endgeneration %}"),
+        ("{%- generation %}", "{% endgeneration -%}"),
+        ("\n  {%- generation %}\n", "\n  {% endgeneration %}\n"),
+    ],
+)
+def test_generation_marks_strip_spaces_as_in_transformers(begin: str, end: str) -> None:
+    source = f"a {begin} {{{{ messages[0].content }}}} {end} b"
+    assert template(source).render(MESSAGES) == reference(source)
+
+
 def test_template_from_folder_finds_template_in_order_of_precedence(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_tokenizer(), eos_ids=[2], bos_id=1)
     assert template_from_folder(tmp_path, tokenizer) is None
@@ -409,3 +500,45 @@ def test_template_from_folder_finds_template_in_order_of_precedence(tmp_path: Pa
     (tmp_path / "chat_template.json").write_text('{"chat_template": 5}')
     with pytest.raises(ModelFormatError, match="must be a string"):
         template_from_file(tmp_path / "chat_template.json", tokenizer)
+
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+
+def named_list(folder: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+
+
+def named_files(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+
+
+@pytest.mark.parametrize("write", [named_list, named_files])
+def test_requests_with_tools_use_the_template_for_tools(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path)
+    found = template_from_folder(tmp_path, Tokenizer(byte_tokenizer(), eos_ids=[2], bos_id=1))
+    assert found is not None
+    assert found.render([]) == found.render([], variables={"tools": []}) == "plain"
+    assert found.render([], variables=TOOLS) == "tools"
+    assert PromptTemplate(found).source == "plaintools"  # both tell the format of tool calls
+
+
+def test_gguf_files_have_a_template_for_tools() -> None:
+    tokenizer = Tokenizer(byte_tokenizer(), eos_ids=[2], bos_id=1)
+    key = "tokenizer.chat_template"
+    metadata = {key: "plain", f"{key}.tool_use": "tools", f"{key}s": ["tool_use"]}
+    found = template_from_gguf(metadata, tokenizer)
+    assert found is not None
+    assert (found.render([]), found.render([], variables=TOOLS)) == ("plain", "tools")
+
+
+def test_the_only_named_template_is_used_for_every_request(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "no"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = template_from_folder(tmp_path, Tokenizer(byte_tokenizer(), eos_ids=[2], bos_id=1))
+    assert found is not None and found.render([]) == "tools"
