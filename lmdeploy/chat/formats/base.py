@@ -9,7 +9,7 @@ returns a ChatFormat of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -63,17 +63,26 @@ class ModelInfo:
         )
 
 
+class CallsInside(NamedTuple):
+    """The tool calls to look for in reasoning: the mark that begins them, and their splitter."""
+
+    mark: str
+    splitter: Callable[[], Splitter]
+
+
 class AnswerStart(NamedTuple):
     """The state in which an answer begins.
 
     prompt_end: the last characters of the prompt, such as `<think>` where it opens the reasoning.
     continue_final_message: the answer continues the text of the last message.
     tool_use: the tools that the answer may call, or None.
+    calls: how calls in reasoning are found that the answer never closes, or None.
     """
 
     prompt_end: str = ""
     continue_final_message: bool = False
     tool_use: ToolUse | None = None
+    calls: CallsInside | None = None
 
 
 class RenderedPrompt(NamedTuple):

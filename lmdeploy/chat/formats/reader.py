@@ -76,6 +76,10 @@ class AnswerReader:
             self._add_call(FunctionCall("", text))
         self.commit()
 
+    def add_calls(self, parts: Sequence[ToolCall]) -> None:
+        """Append calls that another splitter has read."""
+        self._delta.tool_calls += parts
+
     def _add_call(self, function: FunctionCall) -> None:
         part = ToolCall(self._call_id, function, self._num_calls - 1)
         self._delta.tool_calls.append(part)
@@ -152,17 +156,36 @@ class AnswerReader:
 
     def text_until(self, mark: str, emit: Callable[[str], None]) -> Step[bool]:
         """Pass text to `emit` until `mark`, and read the mark. Return False if it never comes."""
-        while True:
-            at = self._text.find(mark)
-            if at >= 0:
-                self._take(at, emit)
+        return (yield from self.text_until_any((mark,), emit)) is not None
+
+    def text_until_any(self, marks: Sequence[str], emit: Callable[[str], None]) -> Step[str | None]:
+        """Pass text to `emit` until one of the marks, and read and return the mark."""
+        while text := (yield from self.text_before(marks)):
+            emit(text)
+        for mark in marks:
+            if self._text.startswith(mark):
                 self._take(len(mark))
-                return True
-            if self._ended:
-                self._take(len(self._text), emit)
-                return False
-            self._take(len(self._text) - _longest_prefix_at_end(self._text, [mark]), emit)
+                return mark
+        return None
+
+    def text_before(self, marks: Sequence[str]) -> Step[str]:
+        """Read text before the next of the marks. Return "" where one comes, and at the end."""
+        while True:
+            found = [at for mark in marks if (at := self._text.find(mark)) >= 0]
+            size = len(self._text)
+            if found:
+                size = min(found)
+            elif not self._ended:
+                size -= _longest_prefix_at_end(self._text, marks)
+            if size or found or self._ended:
+                text = self._text[:size]
+                self._take(size)
+                return text
             yield
+
+    def unread(self, text: str) -> None:
+        """Give text back that was read outside of an attempt."""
+        self._text = text + self._text
 
     def accept(self, literal: str) -> Step[bool]:
         """Read `literal` if it comes next. Return whether it did."""

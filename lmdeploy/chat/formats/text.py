@@ -10,6 +10,7 @@ from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.base import (
     NO_PARSER,
     AnswerStart,
+    CallsInside,
     Delta,
     ReasoningParser,
     RenderedPrompt,
@@ -145,11 +146,12 @@ class TextFormat:
         """Return a decoder. Splitters see the special tokens that they look for."""
         splitters: list[Splitter] = []
         marks: tuple[str, ...] = ()
+        calls = None if constrained else self._calls(start)
         if self.reasoning is not None:
-            splitters.append(self.reasoning.splitter(start))
+            splitters.append(self.reasoning.splitter(start._replace(calls=calls)))
             marks += self.reasoning.marks
-        if self.tools is not None and start.tool_use is not None and not constrained:
-            splitters.append(self.tools.splitter(start.tool_use))
+        if self.tools is not None and calls is not None:
+            splitters.append(calls.splitter())
             marks += self.tools.marks
         parts = [part for mark in marks for part in self.tokenizer.split_added(mark)]
         text = TokenDetokenizer(
@@ -159,6 +161,12 @@ class TextFormat:
             shown=frozenset(part for part in parts if isinstance(part, int)),
         )
         return TextDecoder(text, splitters)
+
+    def _calls(self, start: AnswerStart) -> CallsInside | None:
+        tools, tool_use = self.tools, start.tool_use
+        if tools is None or tool_use is None:
+            return None
+        return CallsInside(tools.marks[0], lambda: tools.splitter(tool_use))
 
     def with_reasoning(self, parser: ReasoningParser) -> TextFormat:
         """Return this format with another reasoning part."""

@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmdeploy.chat.formats.base import AnswerStart, Delta, ReasoningParser, Splitter, ToolCallParser
+from lmdeploy.chat.formats.base import (
+    AnswerStart,
+    CallsInside,
+    Delta,
+    ReasoningParser,
+    Splitter,
+    ToolCallParser,
+)
 from lmdeploy.chat.formats.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 from lmdeploy.chat.tool_calls import ToolUse, check_tool_use, join_tool_calls
 
@@ -91,6 +98,18 @@ ANSWERS: dict[str, list[tuple[str, str, list[tuple[str, str]], int]]] = {
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", '{"a": 1}')], 0),
         ("<tool_call>\nf(1)\n</tool_call>", "<tool_call>\nf(1)\n</tool_call>", [], 1),
         ('<tool_call>{"name": 5}', '<tool_call>{"name": 5}', [], 1),
+        (
+            '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
+            '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
+            [],
+            1,
+        ),
+        (
+            '<tool_call>{"arguments": {}, "name": " "}</tool_call>',
+            '<tool_call>{"arguments": {}, "name": " "}</tool_call>',
+            [],
+            1,
+        ),
         ('a <tool_call>{"name": "f", "arg', 'a <tool_call>{"name": "f", "arg', [], 1),
         ('<tool_call>{"name": "f", "arguments": {"a": ]}', "]}", [("f", '{"a": ')], 1),
         ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')], 1),
@@ -312,6 +331,67 @@ def test_think_continued_answer_begins_within_its_message() -> None:
     assert split(think("qwen3").splitter(inside), [" see</think>Yes"]) == Delta("Yes", "see")
     after = AnswerStart("<think>x</think>Y", continue_final_message=True)
     assert split(think("qwen3").splitter(after), ["es"]) == Delta("es")
+
+
+CODER_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nTurin\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+OPEN_CALLS = [
+    # tool parser, answer → reasoning, content, calls
+    ("qwen3coder", f"I look.\n{CODER_CALL}", "I look.", "", ["get_weather"]),
+    ("qwen3coder", f"I look.\n{CODER_CALL}\n{CODER_CALL}\n", "I look.", "", ["get_weather"] * 2),
+    ("qwen3", f"I look.\n{QWEN_CALL}", "I look.", "", ["f"]),
+    ("qwen3", f"{QWEN_CALL}", "", "", ["f"]),
+    ("prompted", f"I look.\n{QWEN_CALL}", "I look.", "", ["f"]),
+    # Reasoning about calls stays reasoning.
+    ("qwen3", "The tag <tool_call> begins it. Hm", "The tag <tool_call> begins it. Hm", "", []),
+    ("qwen3", f"A draft: {QWEN_CALL} Hm", f"A draft: {QWEN_CALL} Hm", "", []),
+    ("qwen3", f"A draft: {QWEN_CALL}</think>Yes.", f"A draft: {QWEN_CALL}", "Yes.", []),
+    ("qwen3", f"A draft: {QWEN_CALL}\n</think>", f"A draft: {QWEN_CALL}", "", []),
+    ("qwen3", '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', "", []),
+    ("qwen3", f"A <tool_call> tag.\n{QWEN_CALL}", "A <tool_call> tag.", "", ["f"]),
+    ("qwen3", f"Hm.</think>{QWEN_CALL}", "Hm.", QWEN_CALL, []),  # for the next splitter
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning", "content", "names"), OPEN_CALLS)
+def test_calls_end_reasoning_that_is_never_closed(
+    name: str, text: str, reasoning: str, content: str, names: list[str]
+) -> None:
+    parser = tool_parser(name)
+    calls = CallsInside(parser.marks[0], lambda: parser.splitter(tool_use()))
+    start = AnswerStart("<think>\n", tool_use=tool_use(), calls=calls)
+    whole = split(think("qwen3").splitter(start), [text])
+    assert (whole.reasoning, whole.content) == (reasoning, content)
+    assert [call.function.name for call in whole.tool_calls] == names
+    assert split(think("qwen3").splitter(start), text) == whole
+    for size in (2, 3, 7, 19):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert split(think("qwen3").splitter(start), pieces) == whole
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        (
+            {"$ref": "#/$defs/P", "$defs": {"P": {"properties": {"n": {"type": "integer"}}}}},
+            '{"n": 3}',
+        ),
+        ({"allOf": [{"properties": {"n": {"type": "integer"}}}]}, '{"n": 3}'),
+        ({"oneOf": [{"properties": {"n": {"type": "integer"}}}, {}]}, '{"n": 3}'),
+        ({"$ref": "#/$defs/gone"}, '{"n": "3"}'),
+        ({"$ref": "#"}, '{"n": "3"}'),
+    ],
+)
+def test_tagged_arguments_have_the_types_of_resolved_parameters(
+    schema: dict[str, Any], wanted: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    found = check_tool_use([tool])
+    assert found is not None
+    text = "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+    assert calls_of(split(tool_parser("qwen3coder").splitter(found), [text])) == [("f", wanted)]
 
 
 def test_json_calls_arguments_arrive_as_they_come() -> None:
