@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.chat.json_schemas import with_own_properties
 from lmdeploy.chat.tokenizer import without_surrogates
 from lmdeploy.chat.tool_calls import Tool, is_strict, parameters_of, tool_name
 
@@ -49,7 +50,6 @@ _DATA = {"const", "default", "enum", "examples"}
 _NAMED_SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 # Keywords by which a schema may allow properties that `properties` does not list.
 _MORE_PROPERTIES = {
-    "$ref",
     "additionalProperties",
     "allOf",
     "anyOf",
@@ -58,6 +58,9 @@ _MORE_PROPERTIES = {
     "patternProperties",
     "unevaluatedProperties",
 }
+
+# Some clients send the schema where the object with its name must be.
+_SCHEMA_WORDS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 
 TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
 
@@ -76,10 +79,13 @@ def response_grammar(response_format: dict[str, Any]) -> dict[str, Any] | None:
         return schema_grammar({"type": "object"}, "response_format")
     if kind == "json_schema":
         holder = response_format.get("json_schema")
-        schema = holder.get("schema", holder) if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
+        if not isinstance(holder, dict):
             wanted = '{"name": ..., "schema": {...}}'
             raise refuse("response_format.json_schema", holder, wanted=wanted)
+        is_schema = "schema" not in holder and not _SCHEMA_WORDS.isdisjoint(holder)
+        schema = holder if is_schema else holder.get("schema")
+        if not isinstance(schema, dict):
+            raise refuse("response_format.json_schema.schema", schema, wanted="a JSON schema")
         return schema_grammar(schema, "response_format.json_schema")
     if kind in ("regex_schema", "regex"):
         pattern = response_format.get(kind)
@@ -111,7 +117,7 @@ def schema_grammar(
     Raise OptionError if the schema is too large, nested too deep or not JSON.
     """
     try:
-        text = json.dumps(_with_valid_dates(schema))
+        text = json.dumps(with_valid_dates(schema))
     except RecursionError:
         raise OptionError(field, "is nested too deep. Use a flatter schema.") from None
     _check_size(field, text)
@@ -126,18 +132,18 @@ def schema_grammar(
     return grammar
 
 
-def _with_valid_dates(schema: Any) -> Any:
+def with_valid_dates(schema: Any) -> Any:
     """Return a schema in which dates have a pattern that excludes days that do not exist."""
     if isinstance(schema, list):
-        return [_with_valid_dates(part) for part in schema]
+        return [with_valid_dates(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     result: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            result[key] = {name: _with_valid_dates(part) for name, part in value.items()}
+            result[key] = {name: with_valid_dates(part) for name, part in value.items()}
         else:
-            result[key] = value if key in _DATA else _with_valid_dates(value)
+            result[key] = value if key in _DATA else with_valid_dates(value)
     name = schema.get("format")
     if (
         isinstance(name, str)
@@ -155,9 +161,9 @@ def arguments_grammar(tool: Tool) -> dict[str, Any]:
     If the schema says nothing about further properties, they are left out, so that a weak model
     comes to an end.
     """
-    schema = parameters_of(tool)
+    schema = {"type": "object", **with_own_properties(parameters_of(tool))}
     if not _MORE_PROPERTIES & schema.keys():
-        schema = {"type": "object", "properties": {}, **schema, "additionalProperties": False}
+        schema = {"properties": {}, **schema, "additionalProperties": False}
     return schema_grammar(
         schema, f"tools.{tool_name(tool)}.parameters", is_lenient=not is_strict(tool)
     )

@@ -98,7 +98,7 @@ class ChatTemplate:
         given["add_generation_prompt"] = add_generation_prompt
         return template._render(template.form.adapt(messages), given)
 
-    def _render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         from lmdeploy.chat.template_limits import TemplateLimitError, limits
@@ -179,12 +179,18 @@ def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> Cha
 
 def _make(sources: Mapping[str, str], origin: str, *, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the default template, which has that for tools, or the only one."""
-    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    with_tools = None
-    if _DEFAULT in sources and _WITH_TOOLS in sources:
-        with_tools = ChatTemplate(sources[_WITH_TOOLS], origin=f"{origin}, {_WITH_TOOLS}", **tokens)
-    source = sources.get(_DEFAULT) or sources[_WITH_TOOLS]
-    return ChatTemplate(source, origin=origin, with_tools=with_tools, **tokens)
+    made: ChatTemplate | None = None
+    for name in (_WITH_TOOLS, _DEFAULT):
+        if name in sources:
+            made = ChatTemplate(
+                sources[name],
+                origin=origin if name == _DEFAULT else f"{origin}, {name}",
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                with_tools=made,
+            )
+    assert made is not None, "a file without a template"
+    return made
 
 
 def _read_text(file: Path) -> str:
@@ -201,19 +207,16 @@ def _read_text(file: Path) -> str:
 def _sources_from_json(file: Path) -> dict[str, str]:
     """Return the templates `default` and `tool_use`, as far as the file has them."""
     value = read_json_object(file, _MAX_CONFIG_BYTES).get("chat_template")
+    named: dict[str, Any] = {} if value is None else {_DEFAULT: value}
     if isinstance(value, list):
         items = [item for item in value if isinstance(item, dict)]
-        sources = {
-            name: item.get("template")
-            for name in (_DEFAULT, _WITH_TOOLS)
-            for item in items
-            if item.get("name") == name
-        }
-    else:
-        sources = {} if value is None else {_DEFAULT: value}
-    for source in sources.values():
-        if not isinstance(source, str):
-            raise ModelFormatError(f"{file}: chat_template must be a string.")
+        named = {str(item.get("name")): item.get("template") for item in items}
+    sources = {}
+    for name in (_DEFAULT, _WITH_TOOLS):
+        if name in named:
+            if not isinstance(named[name], str):
+                raise ModelFormatError(f"{file}: chat_template must be a string.")
+            sources[name] = named[name]
     return sources
 
 

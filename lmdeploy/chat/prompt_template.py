@@ -118,14 +118,18 @@ def choose_template(
     if config is None:
         return None if own is None else PromptTemplate(own)
     texts = {name: getattr(config, name) or "" for name in _TEXTS}
-    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+
+    def made(source: str, origin: str) -> ChatTemplate:
+        bos, eos = tokenizer.bos_token, tokenizer.eos_token
+        return ChatTemplate(source, origin=origin, bos_token=bos, eos_token=eos)
+
     template, add_special = own, False
     if config.model_path is not None:
         template = template_from_file(config.model_path, tokenizer)
     elif config.capability == "completion":
-        template, add_special = ChatTemplate(_PLAIN, origin="capability", **tokens), True
+        template, add_special = made(_PLAIN, "capability"), True
     elif any(texts.values()):
-        template = ChatTemplate(_FROM_TEXTS, origin="ChatTemplateConfig", **tokens)
+        template = made(_FROM_TEXTS, "ChatTemplateConfig")
         add_special = True
     elif config.model_name not in _NO_NAMES:
         logger.warning(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
+from lmdeploy.chat.json_schemas import DEFINITIONS, MAX_DEPTH, UNIONS, Schema, resolve
+
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # as templates write them
 
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
-_MAX_DEPTH = 16  # of references and alternatives
-_DEFINITIONS = ("$defs", "definitions")
 
 
 def property_schema(parameters: Schema, key: str) -> Schema:
@@ -18,7 +17,7 @@ def property_schema(parameters: Schema, key: str) -> Schema:
     schema = properties.get(key) if isinstance(properties, dict) else None
     if not isinstance(schema, dict):
         return {}
-    definitions = {name: parameters[name] for name in _DEFINITIONS if name in parameters}
+    definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
     return {**definitions, **schema}
 
 
@@ -28,13 +27,13 @@ def argument_types(parameters: Schema, key: str) -> set[str]:
     An argument without a schema is a string, which is how models write it.
     """
     schema = property_schema(parameters, key)
-    if not schema.keys() - set(_DEFINITIONS):
+    if not schema.keys() - set(DEFINITIONS):
         return {"string"}
     return _types(schema, schema, depth=0)
 
 
 def _types(schema: Any, root: Schema, *, depth: int) -> set[str]:
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return set(_ALL_TYPES)
     if "$ref" in schema:
         return _types(resolve(schema["$ref"], root), root, depth=depth + 1)
@@ -46,7 +45,7 @@ def _types(schema: Any, root: Schema, *, depth: int) -> set[str]:
     for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
         if isinstance(values, list):
             return {type_of(value) for value in values}
-    for word in ("anyOf", "oneOf"):
+    for word in UNIONS:
         if isinstance(schema.get(word), list):
             found = [_types(part, root, depth=depth + 1) for part in schema[word]]
             return set().union(*found)
@@ -54,16 +53,6 @@ def _types(schema: Any, root: Schema, *, depth: int) -> set[str]:
         found = [_types(part, root, depth=depth + 1) for part in schema["allOf"]]
         return set(_ALL_TYPES).intersection(*found)
     return set(_ALL_TYPES)
-
-
-def resolve(reference: Any, root: Schema) -> Any:
-    """Return the schema that a reference within the same document names, or None."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: Any = root
-    for name in reference.removeprefix("#").removeprefix("/").split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
 
 
 def type_of(value: Any) -> str:

@@ -7,19 +7,17 @@ import re
 from typing import Any
 
 from lmdeploy.base.checks import OptionError, show
-from lmdeploy.chat.formats.argument_types import Schema, resolve, type_of
+from lmdeploy.chat.formats.argument_types import type_of
 from lmdeploy.chat.formats.tagged_calls import string_rule
-from lmdeploy.chat.grammar import AnswerGrammar, schema_grammar
+from lmdeploy.chat.grammar import AnswerGrammar, schema_grammar, with_valid_dates
+from lmdeploy.chat.json_schemas import NOTES, Schema, merge, resolve, with_own_properties
 from lmdeploy.chat.tool_calls import Tool, is_strict, parameters_of, tool_name
 
 _MAX_ITEMS = 256  # that minItems and maxItems may say
 _BARE_KEY = re.compile(r"[\w.$-]+( [\w.$-]+)*")
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
-# Keywords that do not change what is valid, or that may be ignored because they only allow more.
-_NOTES = {
-    *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default"),
-    *("examples", "deprecated", "readOnly", "writeOnly", "nullable", "additionalProperties"),
-}
+# Keywords that may be ignored because they only allow more, besides those that only describe.
+_NOTES = {*NOTES, "additionalProperties"}
 _KEYWORDS = {
     "string": {"pattern", "minLength", "maxLength"},
     "array": {"items", "minItems", "maxItems"},
@@ -49,10 +47,10 @@ class ArgumentRules:
 
         Raise OptionError for a schema that cannot be enforced.
         """
-        schema = self._root
-        if not {"$ref", "anyOf", "oneOf", "enum", "const"} & schema.keys():
-            schema = {**schema, "type": "object", "properties": schema.get("properties") or {}}
         try:
+            schema = self._root = with_own_properties(with_valid_dates(self._root))
+            if not {"anyOf", "oneOf", "enum", "const"} & schema.keys():
+                schema = {**schema, "type": "object", "properties": schema.get("properties") or {}}
             return self._value(schema)
         except RecursionError:
             raise OptionError(self._field, "is nested too deep. Use a flatter schema.") from None
@@ -75,6 +73,8 @@ class ArgumentRules:
         return self._known.get(key) or self._grammar.recursive_rule(body)
 
     def _body(self, schema: Schema) -> str:
+        if "allOf" in schema:
+            schema = merge(schema, self._root)
         for key, write in (
             ("$ref", self._reference),
             ("anyOf", self._any_of),

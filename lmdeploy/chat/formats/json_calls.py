@@ -119,7 +119,7 @@ def read_json_call(
             return False
         if key == "name" and name is None:
             name = yield from reader.json_text()
-            if name is None or not accepts(name):
+            if name is None or not name.strip() or not accepts(name):
                 return False
             if has_arguments:
                 reader.begin_call(name)

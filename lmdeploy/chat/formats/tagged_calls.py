@@ -7,9 +7,9 @@ import json
 import re
 from dataclasses import dataclass, replace
 
+from lmdeploy.base.checks import OptionError, show
 from lmdeploy.chat.formats.argument_types import (
     PYTHON_NAMES,
-    Schema,
     argument_types,
     property_schema,
     type_of,
@@ -17,7 +17,15 @@ from lmdeploy.chat.formats.argument_types import (
 from lmdeploy.chat.formats.base import ModelInfo, Splitter, ToolCallParser
 from lmdeploy.chat.formats.json_calls import call_sequence
 from lmdeploy.chat.formats.reader import AnswerReader, ReadingSplitter, Step, escaped
-from lmdeploy.chat.grammar import ANY_TEXT, AnswerGrammar, schema_grammar
+from lmdeploy.chat.grammar import ANY_TEXT, AnswerGrammar, schema_grammar, with_valid_dates
+from lmdeploy.chat.json_schemas import (
+    DEFINITIONS,
+    NOTES,
+    UNIONS,
+    Schema,
+    with_all_properties,
+    with_own_properties,
+)
 from lmdeploy.chat.tool_calls import Tool, ToolUse, is_strict, parameters_of, tool_name
 
 
@@ -74,7 +82,7 @@ class TaggedCalls(ToolCallParser):
 
     def splitter(self, tool_use: ToolUse) -> Splitter:
         """Return an object that splits text into content and tool calls."""
-        schemas = {tool_name(tool): parameters_of(tool) for tool in tool_use.tools}
+        schemas = {tool_name(tool): _object_schema(tool) for tool in tool_use.tools}
         return ReadingSplitter(lambda reader: self._read(reader, schemas))
 
     # Reading.
@@ -183,7 +191,7 @@ class TaggedCalls(ToolCallParser):
         return call_sequence(alone, grammar, begin=self.begin, bodies=[body], separator="")
 
     def _call_rule(self, tool: Tool, grammar: AnswerGrammar) -> str:
-        schema = parameters_of(tool)
+        schema = _object_schema(tool)
         required = schema.get("required")
         required = required if isinstance(required, list) else []
         parts = [grammar.mark(self.open + tool_name(tool) + self.named), grammar.literal(self.line)]
@@ -194,21 +202,42 @@ class TaggedCalls(ToolCallParser):
         return grammar.rule(" ".join([*parts, grammar.mark(self.shut)]))
 
     def _argument_rule(self, tool: Tool, key: str, *, grammar: AnswerGrammar) -> str:
-        schema = property_schema(parameters_of(tool), key)
-        is_string = argument_types(parameters_of(tool), key) == {"string"}
+        parameters = _object_schema(tool)
+        schema = property_schema(parameters, key)
+        is_string = argument_types(parameters, key) == {"string"}
         kind = "" if self.kinds is None else self.kinds[0 if is_string else 1]
         gap = self.line if self.value else ""
         head = grammar.mark(
             self.key + key + self.key_end + gap + self.value + kind + self.value_line
         )
         close = self.value_line + self.close
-        if is_string:
-            return f"{head} {string_rule(schema, grammar, close=close)}"
         field = f"tools.{tool_name(tool)}.parameters"
+        if is_string:
+            name = f"{field}.{key}" if is_strict(tool) else None
+            return f"{head} {any_string_rule(schema, grammar, close=close, strict_field=name)}"
         value = grammar.embed(schema_grammar(schema, field, is_lenient=not is_strict(tool)))
         return f"{head} {value} {grammar.mark(close)}"
 
 
+def _object_schema(tool: Tool) -> Schema:
+    """Return the arguments of a tool as properties of one object.
+
+    Raise OptionError for a strict schema that says more than which properties there are.
+    """
+    schema = with_own_properties(parameters_of(tool))
+    if is_strict(tool):
+        field = f"tools.{tool_name(tool)}.parameters"
+        _check_keywords(schema, _OF_OBJECTS, field=field)
+        for key in schema.get("required", []):
+            if key not in schema.get("properties", {}):
+                raise _refusal(field, f"requires {show(key)}, which is not among its properties")
+    return with_all_properties(schema)
+
+
+# Keywords of strict schemas that the grammar of a call enforces. What it leaves out, such as
+# properties without a schema, never occurs.
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "patternProperties"}
+_OF_STRINGS = ({"enum"}, {"const"}, {"pattern"}, {"minLength", "maxLength"})  # one of these
 _MAX_NAME_CHARS = 256
 _MAX_LITERAL_CHARS = 1 << 14
 _TEXT_WITHOUT_TAGS = re.compile(r"[^<\n]*")
@@ -243,13 +272,54 @@ def _json_of_python(text: str) -> str:
         return ""
 
 
+def any_string_rule(
+    schema: Schema, grammar: AnswerGrammar, *, close: str, strict_field: str | None = None
+) -> str:
+    """Return the expression of a string that fits a schema, up to and including `close`.
+
+    References and combined schemas are followed. With `strict_field`, raise OptionError, which
+    names this field, for a keyword that cannot be enforced. Otherwise it is ignored.
+    """
+    schema = with_own_properties(with_valid_dates(schema))
+    definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
+    for word in UNIONS:
+        parts = schema.get(word)
+        if isinstance(parts, list) and parts:
+            rules = [
+                any_string_rule(
+                    {**definitions, **part}, grammar, close=close, strict_field=strict_field
+                )
+                for part in parts
+                if isinstance(part, dict)
+            ]
+            return f"({' | '.join(rules)})"
+    if strict_field is not None:
+        chosen = next((words for words in _OF_STRINGS if words & schema.keys()), set())
+        _check_keywords(schema, {"type", *chosen}, field=strict_field)
+    return string_rule(schema, grammar, close=close)
+
+
 def string_rule(schema: Schema, grammar: AnswerGrammar, *, close: str) -> str:
-    """Return the expression of a string that fits a schema, up to and including `close`."""
+    """Return the expression of a string that fits a plain schema, with `close`."""
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and choices:
         texts = " | ".join(grammar.literal(str(choice)) or '""' for choice in choices)
         return f"({texts}) {grammar.mark(close)}"
     return grammar.until(close, _pattern(schema))
+
+
+def _check_keywords(schema: Schema, allowed: set[str], *, field: str) -> None:
+    unknown = sorted(schema.keys() - allowed - NOTES)
+    if unknown:
+        raise _refusal(field, f"has {unknown[0]}")
+
+
+def _refusal(field: str, problem: str) -> OptionError:
+    return OptionError(
+        field,
+        f"{problem}. The call format of this model cannot enforce that. Remove it, or send the "
+        "tool without strict.",
+    )
 
 
 def _pattern(schema: Schema) -> str:

@@ -99,6 +99,8 @@ def _response_format(output_format: Any) -> dict[str, Any] | None:
     kind = output_format.get("type") if isinstance(output_format, dict) else output_format
     if kind != "json_schema":
         raise refuse("output_format.type", kind, wanted="json_schema")
+    if not isinstance(output_format.get("schema"), dict):
+        raise refuse("output_format.schema", output_format.get("schema"), wanted="a JSON schema")
     return {"type": "json_schema", "json_schema": {"schema": output_format.get("schema")}}
 
 

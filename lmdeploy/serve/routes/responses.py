@@ -92,6 +92,8 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
         raise refuse("text.format", form, wanted="an object with a type")
     if form.get("type") != "json_schema":
         return form
+    if not isinstance(form.get("schema"), dict):
+        raise refuse("text.format.schema", form.get("schema"), wanted="a JSON schema")
     schema = {key: form.get(key) for key in ("name", "schema", "strict")}
     return {"type": "json_schema", "json_schema": schema}
 

@@ -209,10 +209,11 @@ def test_messages_output_config_is_a_grammar_and_an_effort(
     form: Any = {"type": "json_schema", "schema": schema}
     client.messages.create(**ASK, output_config={"format": form, "effort": "low"})
     assert len(grammars) == 1 and "unusual" in grammars[0]
-    for wrong in ({"type": "xml"}, 3):
+    for wrong in ({"type": "xml"}, {"type": "json_schema", "json_schema": schema}, 3):
         body = {**ASK, "output_config": {"format": wrong}}
         error = httpx.post(f"{url}/v1/messages", json=body).json()["error"]
-        assert error["type"] == "invalid_request_error" and "json_schema" in error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert "json_schema" in error["message"] or "output_format.schema" in error["message"]
 
 
 def test_messages_key_is_read_from_its_own_header() -> None:

@@ -210,6 +210,9 @@ def test_responses_text_format_is_a_grammar(
     client.responses.create(model="m", input="hello", text={"format": form})
     client.responses.create(model="m", input="hello", text={"format": {"type": "text"}})
     assert len(grammars) == 1 and "unusual" in grammars[0]
+    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema is None"):
+        form = {"type": "json_schema", "name": "n"}
+        client.responses.create(model="m", input="hello", text={"format": form})
 
 
 def test_responses_logprobs_cover_all_tokens_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -212,6 +212,13 @@ BAD_CHAT = [
     ({"top_logprobs": 3}, "top_logprobs is 3, but logprobs is not set"),
     ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    *(
+        (
+            {"response_format": {"type": "json_schema", "json_schema": holder}},
+            "response_format.json_schema.schema",
+        )
+        for holder in ({"name": "x"}, {"name": "x", "strict": True}, {}, {"schema": None})
+    ),
     ({"messages": []}, "messages is empty"),
     ({"messages": 7}, "messages is 7"),
     ({"messages": [{"role": "user"}]}, "messages[0].content is None"),

@@ -22,6 +22,7 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.formats import registry
 from lmdeploy.chat.formats.base import AnswerStart, ChatFormat, ModelInfo, ToolCallParser
 from lmdeploy.chat.formats.registry import TOOL_CALL_PARSERS, choose_format
+from lmdeploy.chat.formats.tagged_calls import TaggedCalls
 from lmdeploy.chat.grammar import MAX_ANSWER_GRAMMAR_CHARS, Grammars, response_grammar
 from lmdeploy.chat.tokenizer import Tokenizer
 from lmdeploy.chat.tool_calls import ToolUse, check_tool_use, join_tool_calls
@@ -78,6 +79,31 @@ SCHEMAS: list[dict[str, Any]] = [
                 "additionalProperties": False,
             }
         },
+    },
+    {
+        "$ref": "#/$defs/P",
+        "$defs": {
+            "P": {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}, "c": {"$ref": "#/$defs/C"}},
+                "required": ["n", "c"],
+                "additionalProperties": False,
+            },
+            "C": {"type": "string", "enum": ["a", "b"]},
+        },
+    },
+    {
+        "allOf": [
+            {"properties": {"a": {"const": 1}}, "required": ["a"]},
+            {
+                "properties": {
+                    "b": {"anyOf": [{"const": "x"}, {"enum": ["y", "z"]}]},
+                    "c": {"allOf": [{"type": "string"}, {"pattern": "^[0-9]{2}$"}]},
+                    "d": {"type": "string", "format": "date"},
+                },
+                "required": ["b", "c", "d"],
+            },
+        ]
     },
 ]
 TOOLS = [
@@ -168,6 +194,88 @@ def test_required_calls_parse_and_fit_their_schemas(name: str, tokenizer: Tokeni
             assert content == ""
         assert calls and num_broken == 0
         check_calls(calls)
+
+
+@pytest.mark.parametrize("index", range(len(SCHEMAS)))
+@pytest.mark.parametrize("name", PARSERS)
+def test_call_of_every_tool_fits_its_schema(name: str, index: int) -> None:
+    chat = chat_format(name, WITH_TOKENS)
+    choice = {"type": "function", "function": {"name": f"tool_{index}"}}
+    start = AnswerStart(tool_use=use(tool_choice=choice))
+    grammar = chat.grammar(start, None)
+    assert grammar is not None
+    for seed in range(3):
+        calls = read(chat, start, write(WITH_TOKENS, grammar, seed))[2]
+        assert [call.function.name for call in calls] == [f"tool_{index}"]
+        check_calls(calls)
+
+
+TAGGED = [p.names[0] for p in TOOL_CALL_PARSERS if isinstance(p, TaggedCalls)]
+UNION = {
+    "anyOf": [
+        {"properties": {"path": {"type": "string", "maxLength": 4}}, "required": ["path"]},
+        {"$ref": "#/$defs/lines"},
+    ],
+    "$defs": {"lines": {"properties": {"line": {"type": "integer"}}, "required": ["line"]}},
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_union_of_parameters_has_the_properties_of_all_parts(name: str) -> None:
+    chat = chat_format(name, WITH_TOKENS)
+    tool = {"type": "function", "function": {"name": "open", "parameters": UNION}}
+    start = AnswerStart(tool_use=check_tool_use([tool], "required"))
+    grammar = chat.grammar(start, None)
+    assert grammar is not None
+    seen: set[str] = set()
+    for seed in range(12):
+        for call in read(chat, start, write(WITH_TOKENS, grammar, seed))[2]:
+            arguments = json.loads(call.function.arguments)
+            assert isinstance(arguments.get("path", ""), str)
+            assert type(arguments.get("line", 1)) is int
+            seen |= arguments.keys()
+    assert seen == {"path", "line"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        (UNION, "tools.f.parameters has anyOf"),
+        ({"properties": {}, "minProperties": 1}, "tools.f.parameters has minProperties"),
+        ({"properties": {}, "not": {}}, "tools.f.parameters has not"),
+        ({"properties": {}, "required": ["x"]}, "requires 'x', which is not among its properties"),
+        (
+            {"properties": {"s": {"type": "string", "format": "email"}}},
+            "tools.f.parameters.s has format",
+        ),
+        (
+            {"properties": {"s": {"type": "string", "pattern": "a", "maxLength": 3}}},
+            "tools.f.parameters.s has maxLength",
+        ),
+        (
+            {
+                "properties": {
+                    "s": {"allOf": [{"pattern": "a"}, {"pattern": "b", "type": "string"}]}
+                }
+            },
+            "tools.f.parameters.s has allOf",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", TAGGED)
+def test_strict_schema_that_tags_cannot_express_is_refused(
+    name: str, parameters: dict[str, Any], problem: str
+) -> None:
+    chat = chat_format(name, WITH_TOKENS)
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    with pytest.raises(OptionError) as refused:
+        chat.grammar(
+            AnswerStart(tool_use=check_tool_use([{"type": "function", "function": function}])), None
+        )
+    assert problem in str(refused.value)
+    del function["strict"]  # without it, the keyword is ignored
+    tool_use = check_tool_use([{"type": "function", "function": function}], "required")
+    assert chat.grammar(AnswerStart(tool_use=tool_use), None) is not None
 
 
 def test_required_answer_of_a_prompted_model_goes_on_only_with_the_mark_of_a_call() -> None:
