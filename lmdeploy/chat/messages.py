@@ -87,18 +87,23 @@ def _check_texts(name: str, message: dict[str, Any], *, role: str) -> dict[str, 
 def _match_results(messages: list[dict[str, Any]]) -> None:
     """Give each tool message the id and the name of the call that it answers.
 
-    It answers a call of the preceding assistant message. Without `tool_call_id`, it answers the
+    It answers a call of the preceding assistant messages. Without `tool_call_id`, it answers the
     first call that has no answer.
     """
     names: dict[str, str] = {}
     waiting: list[str] = []
+    previous = ""
     for index, message in enumerate(messages):
-        if message["role"] == "system":
+        role = message["role"]
+        if role == "system":
             continue
-        if message["role"] != "tool":
+        follows, previous = previous == role == "assistant", role
+        if role != "tool":
+            if not follows:
+                names, waiting = {}, []
             calls = message.get("tool_calls", [])
-            names = {call["id"]: call["function"]["name"] for call in calls}
-            waiting = list(names)
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            waiting += [call["id"] for call in calls]
             continue
         if not names:
             raise OptionError(

@@ -259,6 +259,13 @@ class ServerMetrics:
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
+        self.skipped_tools = Counter(
+            "lmdeploy:request_skipped_tools_total",
+            "Tools of requests, and calls of such tools in conversations, that the server cannot "
+            "run. DEBUG messages name their types.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         self._broken_calls = Counter(
             "lmdeploy:broken_tool_calls_total",
             "Tool calls in responses that could not be parsed. Their text is content.",

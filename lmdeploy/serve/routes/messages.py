@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from lmdeploy.serve.routes.conversation import (
     Conversation,
     count_prompt_tokens,
     prepare_conversation,
+    runnable_tools,
 )
 from lmdeploy.serve.routes.documentation import ERROR_MODELS
 from lmdeploy.serve.sampling import Limits
@@ -39,13 +41,16 @@ from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 router = APIRouter()
 
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
+_BILLING = "x-anthropic-billing-header:"
+# Blocks of tools that only Anthropic's servers run.
+_SKIPPED_BLOCKS = re.compile(r"redacted_thinking|server_tool_use|mcp_tool_use|\w+_tool_result")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -106,7 +111,8 @@ def _response_format(output_format: Any) -> dict[str, Any] | None:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the JSON object of an error in Anthropic's form."""
-    kind = _ERROR_TYPES.get(error.status, "api_error")
+    others = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ERROR_TYPES.get(error.status, others)
     message = " ".join(error.message.split())
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # clients recognize an overflow by these words
@@ -137,19 +143,31 @@ for _beginning in ("/v1/messages", "/anthropic/"):
 def conversation_of(request: MessageFields) -> Conversation:
     """Return the conversation of a request. Raise OptionError for a wrong field."""
     messages: list[dict[str, Any]] = []
-    if request.system:
-        system = {"role": "system", "content": _text("system", request.system)}
-        messages.append(system)
+    skipped: list[str] = []
+    if request.system and (text := _text("system", _without_billing(request.system))):
+        messages.append({"role": "system", "content": text})
     for index, message in enumerate(request.messages):
         messages += _messages_of(f"messages[{index}]", message)
     choice = request.tool_choice or {"type": "auto"}
     return Conversation(
         messages,
-        tools=_tools(request.tools or []),
+        tools=_tools(request.tools or [], skipped=skipped),
+        skipped=skipped,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         options=_template_options(request),
     )
+
+
+def _without_billing(system: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the system text without a header of Claude Code.
+
+    It changes from request to request, so that no prefix of a prompt would be cached.
+    """
+    if isinstance(system, str):
+        first, _, rest = system.partition("\n")
+        return rest.lstrip("\n") if first.startswith(_BILLING) else system
+    return [block for block in system if not str(block.get("text", "")).startswith(_BILLING)]
 
 
 def _template_options(request: MessageFields) -> dict[str, Any]:
@@ -193,7 +211,7 @@ def _messages_of(name: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             thoughts.append(_string(where, block, key="thinking"))
-        elif kind != "redacted_thinking":
+        elif role != "assistant" or not _SKIPPED_BLOCKS.fullmatch(str(kind)):
             reason = f"is {show(kind)}, which is not supported for role {role}."
             raise OptionError(f"{where}.type", f"{reason} It must be text or part of a tool call.")
     if role == "assistant":
@@ -227,13 +245,10 @@ def _string(name: str, block: dict[str, Any], *, key: str) -> str:
     return value
 
 
-def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _tools(tools: list[dict[str, Any]], *, skipped: list[str]) -> list[dict[str, Any]]:
     """Return tools in OpenAI's form."""
     converted = []
-    for index, tool in enumerate(tools):
-        if tool.get("type", "custom") not in ("custom", None):
-            wanted = "custom, because the server runs no tools itself"
-            raise refuse(f"tools[{index}].type", tool["type"], wanted=wanted)
+    for tool in runnable_tools(tools, lambda kind: kind in ("custom", None), skipped=skipped):
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         for key in ("description", "strict"):
             if tool.get(key) is not None:

@@ -10,7 +10,7 @@ from lmdeploy.base.checks import OptionError, refuse, show
 from lmdeploy.config.unsupported import RESPONSES, unsupported_body_fields
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.http.response_store import StoredResponse
-from lmdeploy.serve.routes.conversation import Conversation
+from lmdeploy.serve.routes.conversation import Conversation, runnable_tools
 from lmdeploy.serve.schema import ApiRequest, Objects, Unsupported
 from lmdeploy.serve.state import ServerState
 
@@ -33,7 +33,18 @@ _PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
 }
+# Items of tools that only OpenAI's servers run, and what agents record beside a conversation.
+_SKIPPED_ITEMS = (
+    *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
+    *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
+    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    *("tool_search_call", "tool_search_output", "compaction", "ghost_snapshot"),
+)
+_BETWEEN = "\n\n"  # of texts that become one message
 
 
 class ResponseFields(ApiRequest):
@@ -72,17 +83,19 @@ def conversation_of(
 
     Raise ApiError or OptionError for a wrong field.
     """
-    messages = input_messages(given)
+    skipped: list[str] = []
+    messages = input_messages(given, skipped=skipped)
     items = with_ids([{"role": "user", "content": given}] if isinstance(given, str) else given)
     if request.previous_response_id is not None:
         earlier = _previous(state, request.previous_response_id, owner=owner)
-        messages = [*input_messages(earlier), *messages]
+        messages = [*input_messages(earlier, skipped=[]), *messages]
         items = with_ids([*earlier, *items])
     instructions = [{"role": "system", "content": request.instructions or ""}]
     conversation = Conversation(
         [*(instructions if request.instructions else []), *messages],
-        tools=_tools(request.tools or []),
-        tool_choice=request.tool_choice,
+        tools=_tools(request.tools or [], skipped=skipped),
+        tool_choice=_tool_choice(request.tool_choice),
+        skipped=skipped,
         parallel_tool_calls=request.parallel_tool_calls,
         options={} if request.effort is None else {"reasoning_effort": request.effort},
         begins_answer=True if messages and messages[-1]["role"] == "assistant" else None,
@@ -101,45 +114,61 @@ def _previous(state: ServerState, name: str, *, owner: str) -> list[Item]:
     return [*found.input_items, *found.body["output"]]
 
 
-def input_messages(items: str | list[Item]) -> list[dict[str, Any]]:
+def input_messages(items: str | list[Item], *, skipped: list[str]) -> list[dict[str, Any]]:
     """Return input items as messages of chat completions. Raise OptionError for a wrong item.
 
-    Reasoning and function calls belong to the message of the assistant that is next to them.
+    Reasoning, text and function calls that come one after the other belong to one message of the
+    assistant, whose results follow it. The types of items that the server leaves out are added to
+    `skipped`.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
-        _add_item(messages, f"input[{index}]", item=item)
+        if item.get("type") in _SKIPPED_ITEMS:
+            skipped.append(item["type"])
+        else:
+            _add_item(messages, f"input[{index}]", item=item)
     return messages
 
 
 def _add_item(messages: list[dict[str, Any]], name: str, *, item: Item) -> None:
     kind = item.get("type", "message")
+    last = messages[-1] if messages else {}
+    has_calls = last.get("role") == "assistant" and "tool_calls" in last
     if kind == "message":
         role = item.get("role")
         text = _text(f"{name}.content", item.get("content"))
-        last = messages[-1] if messages else {}
-        if role == "assistant" and last.get("role") == role and not last["content"]:
-            last["content"] = text  # after its reasoning
+        if role == last.get("role") == "assistant" and (has_calls or not last["content"]):
+            last["content"] = _joined(last["content"], text)
         else:
             messages.append({"role": role, "content": text})
     elif kind == "reasoning":
         thoughts = _text(name, item.get("content") or item.get("summary") or "")
-        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
-    elif kind == "function_call":
-        if not messages or messages[-1]["role"] != "assistant":
+        if has_calls:
+            last["reasoning_content"] = _joined(last.get("reasoning_content", ""), thoughts)
+        else:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+    elif kind in ("function_call", "custom_tool_call"):
+        if last.get("role") != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        arguments = item.get("arguments")
+        if kind == "custom_tool_call":  # its input is text
+            arguments = {"input": _text(f"{name}.input", item.get("input"))}
+        function = {"name": item.get("name"), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _text(f"{name}.output", item.get("output"))
         call_id = item.get("call_id")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     else:
         wanted = "message, reasoning, function_call or function_call_output"
         raise refuse(f"{name}.type", kind, wanted=wanted)
+
+
+def _joined(one: str, other: str) -> str:
+    return one + (_BETWEEN if one and other else "") + other
 
 
 def _text(name: str, content: Any) -> str:
@@ -159,17 +188,28 @@ def _text(name: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _tools(tools: Sequence[Item]) -> list[Item]:
+def _tools(tools: Sequence[Item], *, skipped: list[str]) -> list[Item]:
     """Return tools in the form of chat completions."""
-    converted = []
-    for index, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            wanted = "function, because the server runs no tools itself"
-            raise refuse(f"tools[{index}].type", tool.get("type"), wanted=wanted)
-        keys = ("name", "description", "parameters", "strict")
-        function = {key: tool[key] for key in keys if tool.get(key) is not None}
-        converted.append({"type": "function", "function": function})
-    return converted
+    kept = runnable_tools(tools, lambda kind: kind == "function", skipped=skipped)
+    keys = ("name", "description", "parameters", "strict")
+    return [
+        {
+            "type": "function",
+            "function": {key: tool[key] for key in keys if tool.get(key) is not None},
+        }
+        for tool in kept
+    ]
+
+
+def _tool_choice(choice: str | Item | None) -> str | Item | None:
+    """Return a choice without the tools that the server cannot run."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice
+    tools = choice.get("tools")
+    if not isinstance(tools, list):
+        return choice
+    kept = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+    return {**choice, "tools": kept or tools}
 
 
 # Input items of stored responses.
@@ -186,7 +226,7 @@ def with_ids(items: Sequence[Item]) -> list[Item]:
         kind = item.get("type", "message")
         item_id = item.get("id")
         if not isinstance(item_id, str) or item_id in seen:
-            item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+            item_id = f"{_PREFIXES.get(kind, kind)}_{secrets.token_hex(16)}"
         seen.add(item_id)
         whole = {**item, "id": item_id, "type": kind, "status": item.get("status") or "completed"}
         if kind == "message" and isinstance(item["content"], str):

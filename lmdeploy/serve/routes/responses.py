@@ -330,7 +330,10 @@ class ResponsesReply:
             "temperature": _or(request.temperature, sampling["temperature"]),
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [{**_EMPTY_TOOL, **tool} for tool in request.tools or []],
+            "tools": [
+                {**(_EMPTY_TOOL if tool.get("type") == "function" else {}), **tool}
+                for tool in request.tools or []
+            ],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": _or(request.top_p, sampling["top_p"]),
             "truncation": "disabled",

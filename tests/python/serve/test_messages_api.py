@@ -13,6 +13,8 @@ from serving import serving
 
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
+from lmdeploy.chat.jinja_template import ChatTemplate
+from lmdeploy.chat.prompt_template import PromptTemplate
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWER = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
@@ -227,3 +229,118 @@ def test_messages_key_is_read_from_its_own_header() -> None:
             reply = httpx.post(f"{address}/v1/messages", json=ASK, headers=headers)
             assert reply.status_code == status
         assert reply.json()["error"]["type"] == "authentication_error"
+
+
+SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search"}
+
+
+def test_messages_tools_of_the_provider_are_skipped_beside_functions(
+    url: str, client: anthropic.Anthropic
+) -> None:
+    tools: Any = [SERVER_TOOL, TOOL]
+    check(client.messages.create(**ASK, tools=tools))
+    for choice in ({"type": "tool", "name": "web_search"}, {"type": "tool", "name": "gone"}):
+        reply = httpx.post(
+            f"{url}/v1/messages", json={**ASK, "tools": tools, "tool_choice": choice}
+        )
+        assert reply.status_code == 400 and "tool_choice" in reply.text
+
+
+def test_messages_blocks_of_the_providers_tools_are_skipped(client: anthropic.Anthropic) -> None:
+    blocks: Any = [
+        {"type": "text", "text": "I search."},
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "redacted_thinking", "data": "x"},
+    ]
+    messages: Any = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "on"},
+    ]
+    shown: Any = client.messages.create(model="m", max_tokens=200, messages=messages)
+    assert "I search." in shown.content[0].text
+
+
+def test_messages_calls_of_neighboring_answers_have_results(client: anthropic.Anthropic) -> None:
+    def call(name: str) -> Any:
+        block = {"type": "tool_use", "id": name, "name": name, "input": {}}
+        return {"role": "assistant", "content": [{"type": "text", "text": f"text {name}"}, block]}
+
+    results = [
+        {"type": "tool_result", "tool_use_id": name, "content": f"result {name}"} for name in "ab"
+    ]
+    messages: Any = [
+        {"role": "user", "content": "go"},
+        call("a"),
+        call("b"),
+        {"role": "user", "content": results},
+    ]
+    shown: Any = client.messages.create(model="m", max_tokens=500, messages=messages)
+    assert all(f"result {name}" in shown.content[0].text for name in "ab")
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_messages_billing_header_is_no_part_of_the_prompt(
+    client: anthropic.Anthropic, as_text: bool
+) -> None:
+    rules = "Rules. " * 30
+    counts, answers = [], []
+    for code in ("aaaaa", "bbbbb"):
+        header = f"x-anthropic-billing-header: cc_version=2.1; cch={code};"
+        blocks = [{"type": "text", "text": text} for text in (header, rules)]
+        ask: Any = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "go"}],
+            "system": f"{header}\n{rules}" if as_text else blocks,
+        }
+        counts.append(client.messages.count_tokens(**ask).input_tokens)
+        answers.append(client.messages.create(**ask, max_tokens=400).content[0].text)  # type: ignore[union-attr]
+    assert answers[0] == answers[1] and rules.strip() in answers[0]
+    assert "billing" not in answers[0] and counts[0] == counts[1]
+    only: Any = {**ASK, "system": [{"type": "text", "text": header}]}
+    check(client.messages.create(**only, tools=[TOOL]))
+
+
+def test_messages_late_system_messages_reach_a_template_that_wants_them_first() -> None:
+    engine = make(lambda prompt: prompt)
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    engine.loaded.chat_template = PromptTemplate(ChatTemplate(source, origin="test"))
+    user = {"role": "user", "content": "go"}
+    late = {"role": "system", "content": "late text"}
+    wanted = "<system>first text\n\nlate text<user>go"
+    with serving(engine) as address:
+        body = {"model": "m", "system": "first text", "messages": [user, late]}
+        reply = httpx.post(f"{address}/v1/messages", json={**body, "max_tokens": 100})
+        assert reply.json()["content"][0]["text"] == wanted
+        assert httpx.post(f"{address}/v1/messages/count_tokens", json=body).status_code == 200
+        messages = [
+            {"role": "system", "content": "first text"},
+            user,
+            {**late, "role": "developer"},
+        ]
+        reply = httpx.post(
+            f"{address}/v1/chat/completions", json={"model": "m", "messages": messages}
+        )
+        assert reply.json()["choices"][0]["message"]["content"] == wanted
+        body = {"model": "m", "instructions": "first text", "input": messages[1:]}
+        reply = httpx.post(f"{address}/v1/responses", json=body)
+        assert reply.json()["output"][0]["content"][0]["text"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/gone", 404, "not_found_error"),
+    ],
+)
+def test_messages_every_refusal_has_a_type_of_the_api(
+    url: str, method: str, path: str, status: int, kind: str
+) -> None:
+    reply = httpx.request(method, url + path)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)

@@ -13,6 +13,7 @@ from test_messages_api import ANSWER, make
 
 from lmdeploy.serve.http import response_store
 from lmdeploy.serve.http.response_store import ResponseStore, StoredResponse
+from lmdeploy.serve.routes.response_input import input_messages
 
 TOOL: Any = {
     "type": "function",
@@ -290,3 +291,98 @@ def test_response_store_is_bounded_by_entries_bytes_and_age(
     store.add(stored("old"))
     now = response_store.MAX_AGE_SECONDS + 1.0
     assert store.get("old", owner="a") is None and store.num_bytes == 0
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "the question"},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "thought 1"}]},
+    {"role": "assistant", "content": "text A"},
+    {"type": "function_call", "call_id": "a", "name": "first", "arguments": '{"x": 1}'},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "thought 2"}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "text B"}]},
+    {"type": "custom_tool_call", "call_id": "b", "name": "second", "input": "free text"},
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+    {"type": "function_call_output", "call_id": "a", "output": "result a"},
+    {"type": "custom_tool_call_output", "call_id": "b", "output": "result b"},
+]
+
+
+def test_responses_history_with_text_between_calls_is_one_turn(client: openai.OpenAI) -> None:
+    messages = input_messages(HISTORY, skipped=[])
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[1]["content"] == "text A\n\ntext B"
+    assert messages[1]["reasoning_content"] == "thought 1\n\nthought 2"
+    shown: Any = client.responses.create(model="m", input=HISTORY)  # type: ignore[arg-type]
+    for text in ("text A", "text B", "first", "second", "free text", "result a", "result b"):
+        assert shown.output_text.count(text) == 1, text
+    again = client.responses.create(model="m", input="more", previous_response_id=shown.id)
+    assert again.usage.input_tokens > shown.usage.input_tokens  # type: ignore[union-attr]
+    stored = {item.type for item in client.responses.input_items.list(shown.id)}
+    assert {"custom_tool_call", "web_search_call"} <= stored
+
+
+HOSTED: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": True},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+    {"type": "namespace", "name": "mcp__files", "tools": []},
+    {"type": "image_generation"},
+    {"type": "local_shell"},
+    {"type": "tool_search"},
+    {"type": "mcp", "server_label": "x"},
+    {"type": "made_up"},
+]
+
+
+def count_of(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics").text
+    (line,) = [line for line in text.splitlines() if line.startswith(f"lmdeploy:{name}{{")]
+    return float(line.split()[-1])
+
+
+def test_responses_tools_of_other_providers_are_skipped(url: str, client: openai.OpenAI) -> None:
+    before = count_of(url, "request_skipped_tools_total")
+    tools: Any = [*HOSTED, TOOL]
+    for choice in (
+        "auto",
+        "required",
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [HOSTED[0], TOOL]},
+    ):
+        answered = client.responses.create(
+            model="m", input="Weather?", tools=tools, tool_choice=choice
+        )
+        check(answered)
+        assert [tool.type for tool in answered.tools] == [tool["type"] for tool in tools]
+    assert count_of(url, "request_skipped_tools_total") == before + 4 * len(HOSTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": HOSTED[:2]}, "tools[0].type"),
+        ({"tools": [*HOSTED, TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        (
+            {
+                "tools": [*HOSTED, TOOL],
+                "tool_choice": {"type": "custom", "name": "apply_patch"},
+            },
+            "tool_choice",
+        ),
+        (
+            {
+                "tools": [*HOSTED, TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "web_search"}],
+                },
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_responses_that_need_a_tool_of_another_provider_are_refused(
+    url: str, change: dict[str, Any], param: str
+) -> None:
+    reply = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "x", **change})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
