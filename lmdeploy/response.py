@@ -95,7 +95,7 @@ class Response:
             self,
             text="",
             token_ids=[],
-            logprobs=None if self.logprobs is None else [],
+            logprobs=None,
             logits=None,
             prompt_logprobs=None,
             reasoning_content=None,

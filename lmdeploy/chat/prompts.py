@@ -64,7 +64,7 @@ def _too_long(source: PromptSource, max_tokens: int) -> OptionError:
         return OptionError("prompt", f"has more than {max_tokens} tokens. Shorten it.")
     return ContextLengthError(
         "prompt",
-        f"has more than {max_tokens} tokens, but session_len is {max_tokens}. "
+        f"has more than {max_tokens} tokens, but session_len is {max_tokens} (the context length). "
         f"Shorten it or raise {flag_of('session_len')}.",
         limit=source.session_len,
     )
@@ -75,8 +75,8 @@ def _check_length(source: PromptSource, num_chars: int) -> None:
     if num_chars > limit:
         raise ContextLengthError(
             "prompt",
-            f"has {num_chars} characters, but session_len {source.session_len} holds at most "
-            f"{limit}. Shorten it or raise {flag_of('session_len')}.",
+            f"has {num_chars} characters, but session_len {source.session_len} (the context "
+            f"length) holds at most {limit}. Shorten it or raise {flag_of('session_len')}.",
             limit=source.session_len,
         )
 
@@ -131,8 +131,8 @@ def encode_chat(
     if len(texts) > source.session_len:  # each text needs at least one token
         raise ContextLengthError(
             "prompt",
-            f"spells {len(texts) - 1} special tokens, but session_len is {source.session_len}. "
-            "Shorten it.",
+            f"spells {len(texts) - 1} special tokens, but session_len is {source.session_len} "
+            "(the context length). Shorten it.",
             limit=source.session_len,
         )
     limit = max_tokens or source.session_len

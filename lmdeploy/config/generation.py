@@ -34,6 +34,7 @@ MAX_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 4096
 MAX_LOGPROBS = 100
 MAX_N = 128
+MAX_NGRAM = 1024  # of repetition_ngram_size and repetition_ngram_threshold
 
 
 @dataclass
@@ -61,6 +62,8 @@ class GenerationConfig:
             ...}} or {"type": "regex_schema", "regex_schema": "..."}.
         output_logits: "generation" or "all", which includes the prompt. None returns no logits.
         include_stop_str_in_output: return the stop word too.
+        repetition_ngram_size: stop when a run of so many tokens has occurred
+            repetition_ngram_threshold times. 0 and less turn this off, for either.
         cache_salt: requests share cached prefixes only if their salts are equal. None is a salt of
             its own.
         priority: requests with a lower value are served earlier. An old request still gets its
@@ -123,6 +126,9 @@ class GenerationConfig:
         check_int("priority", self.priority, low=-(2**31), high=2**31 - 1)
         if self.min_new_tokens is not None:
             check_int("min_new_tokens", self.min_new_tokens, low=0)
+        for name in ("repetition_ngram_size", "repetition_ngram_threshold"):
+            check_int(name, getattr(self, name), low=-(2**31), high=MAX_NGRAM)
+            setattr(self, name, max(getattr(self, name), 0))
         self._check_sampling()
         self._check_words()
         self._check_output()

@@ -61,7 +61,9 @@ def prompt_jobs(
     Raise ValueError for a wrong prompt or config.
     """
     single = isinstance(prompts, str) or _is_conversation(prompts)
-    if not single and not isinstance(prompts, (list, tuple)):
+    if isinstance(prompts, tuple):
+        raise OptionError("prompts", _PICTURES)
+    if not single and not isinstance(prompts, list):
         raise refuse("prompts", prompts, wanted="a string, a conversation, or a list of either")
     batch: list[Any] = [prompts] if single else list(prompts)
     configs: list[Any] = (
@@ -100,6 +102,12 @@ def prompt_jobs(
     return jobs, single
 
 
+_PICTURES = (
+    "is a tuple, which in LMDeploy is a text with pictures. This engine reads text alone. Send a "
+    "string, or a list of prompts."
+)
+
+
 def _encode(
     loaded: LoadedEngine, prompt: Any, *, template_options: dict[str, Any] | None
 ) -> tuple[list[int], AnswerStart | None]:
@@ -110,6 +118,8 @@ def _encode(
         return encode_text(loaded, prompt, add_special=True), None
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, tuple):
+        raise OptionError("prompt", _PICTURES)
     if not _is_conversation(prompt):
         raise refuse("prompt", prompt, wanted="a string or a list of messages")
     if template_options is None:

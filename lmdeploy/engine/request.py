@@ -160,7 +160,7 @@ def check_prompt(
     got = f"has {len(prompt_ids)} tokens"
     got += " and needs room for the answer, but" if num_new else ", but"
     if wanted > max_tokens:
-        what, flag = f"session_len is {session_len}", flag_of("session_len")
+        what, flag = f"session_len is {session_len} (the context length)", flag_of("session_len")
         if wanted <= session_len:
             what = f"the KV cache holds {max_tokens} tokens"
             flag = flag_of("cache_max_entry_count")

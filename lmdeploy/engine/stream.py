@@ -12,6 +12,7 @@ from lmdeploy.chat.formats.base import AnswerDecoder
 from lmdeploy.chat.stop_words import SpecialTokenStopFilter
 from lmdeploy.chat.tool_calls import join_tool_calls
 from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.engine.repetition import RepetitionStop
 from lmdeploy.response import FinishReason, Response
 
 _FINISH_REASONS: dict[str, FinishReason] = {
@@ -51,6 +52,9 @@ class RequestStream:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._done = False
         self._answer = answer
+        size, threshold = config.repetition_ngram_size, config.repetition_ngram_threshold
+        self._repetition = RepetitionStop(size, threshold) if size and threshold else None
+        self._repeats = False
         self._tokens: list[int] = []  # received, but not yet returned in a chunk
         self._logprobs: list[dict[int, float]] = []
         self._num_released = 0
@@ -86,7 +90,7 @@ class RequestStream:
                 return replace(chunk, finish_reason=None, error_code=None, error_message=None)
             else:
                 self._done = True
-                return chunk
+                return chunk.without_content()
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -106,7 +110,9 @@ class RequestStream:
         kept = max(len(output.tokens) - (0 if include_stop else output.stop_tokens), 0)
         reason: FinishReason | None = _FINISH_REASONS.get(output.finish_reason)
         self._push(output.tokens[:kept], output.logprobs)
-        if self._answer.stopped:
+        if self._repeats:
+            self._answer.finish()
+        if self._repeats or self._answer.stopped:
             reason = "stop"
             self._forget(self.request_id)
         elif reason is not None:
@@ -144,7 +150,8 @@ class RequestStream:
             self._tokens.append(token)
             if self.config.logprobs is not None and i < len(logprobs):
                 self._logprobs.append(_logprob_dict(token, logprobs[i]))
-            if self._answer.stopped:
+            self._repeats = self._repetition is not None and self._repetition.add(token)
+            if self._repeats or self._answer.stopped:
                 return
 
     def _prompt_logprobs(self, output: Any) -> list[dict[int, float]] | None:

@@ -9,6 +9,7 @@ from lmdeploy.chat.detokenize import TokenDetokenizer
 
 if TYPE_CHECKING:
     from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.response import Response
 
 # JSON has no -inf; OpenAI's API uses this value for "impossible".
 LOWEST = -9999.0
@@ -25,6 +26,12 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
 
 def _token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+
+
+def token_logprobs(answer: Response) -> list[list[float]]:
+    """Return `output_token_logprobs` of LMDeploy: log probability and id of every token."""
+    pairs = zip(answer.token_ids, answer.logprobs or [], strict=True)
+    return [[max(item[token], LOWEST), token] for token, item in pairs]
 
 
 def chat_logprobs(

@@ -104,6 +104,8 @@ def make_config(
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
         response_format=fields.response_format,
+        repetition_ngram_size=fields.repetition_ngram_size or 0,
+        repetition_ngram_threshold=fields.repetition_ngram_threshold or 0,
         cache_salt=fields.cache_salt,
         priority=fields.priority or 0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -17,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    TypeAdapter,
     ValidationError,
     WithJsonSchema,
 )
@@ -25,6 +27,7 @@ from lmdeploy.base.checks import show
 from lmdeploy.config.generation import (
     MAX_LOGIT_BIAS,
     MAX_N,
+    MAX_NGRAM,
     MAX_TOKEN_IDS,
 )
 from lmdeploy.config.unsupported import ANY
@@ -107,6 +110,8 @@ class SamplingFields(ApiRequest):
     # As in vLLM: requests share cached prefixes only if their salts are equal.
     cache_salt: str | None = Field(default=None, min_length=1)
     priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
+    repetition_ngram_size: int | None = Field(default=0, ge=0, le=MAX_NGRAM)
+    repetition_ngram_threshold: int | None = Field(default=0, ge=0, le=MAX_NGRAM)
     session_id: int | str | None = None  # names the request for /abort_request; -1 is no name
 
 
@@ -184,6 +189,7 @@ def parse_request(model: type[R], body: bytes | bytearray) -> R:
         names = ", ".join(map(show, unknown[:_MAX_NAMED]))
         logger.debug("The request has %d unknown fields, among them %s.", len(unknown), names)
     _check_sizes(values)
+    _accept_whole_floats(model, values)
     try:
         request = model.model_validate(values)
     except ValidationError as error:
@@ -200,6 +206,29 @@ def _unknown_fields(model: type[ApiRequest], values: dict[str, Any]) -> list[str
         inner = (name for name in options if name not in StreamOptions.model_fields)
         unknown += [f"stream_options.{name}" for name in inner]
     return unknown
+
+
+def _accept_whole_floats(model: type[ApiRequest], values: dict[str, Any]) -> None:
+    """Replace numbers such as 5.0 in integer fields. JSON does not tell them from 5."""
+    for name, value in values.items():
+        if type(value) is float and value.is_integer() and name in _integer_fields(model):
+            values[name] = int(value)
+
+
+@lru_cache(maxsize=64)
+def _integer_fields(model: type[ApiRequest]) -> frozenset[str]:
+    return frozenset(
+        name
+        for name, field in model.model_fields.items()
+        if field.annotation is not None
+        and {"integer"} == _numbers_of(TypeAdapter(field.annotation).json_schema())
+    )
+
+
+def _numbers_of(schema: dict[str, Any]) -> set[str]:
+    """Return which of integer and number the alternatives of a schema are."""
+    parts = schema.get("anyOf", [schema])
+    return {part["type"] for part in parts if part.get("type") in ("integer", "number")}
 
 
 def _check_sizes(values: dict[str, Any]) -> None:

@@ -40,6 +40,16 @@ def test_pipeline_all_forms_of_prompts_are_answered(pipe):
     assert len(pipe.batch_infer(["a"] * 300, use_tqdm=True)) == 300
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [("What is this?", object()), ("a", "https://x/y.png"), ["a", ("b", object())], [("a", ["b"])]],
+)
+def test_pipeline_text_with_pictures_is_refused(pipe, prompts):
+    for call in (pipe, lambda given: list(pipe.stream_infer(given))):
+        with pytest.raises(ValueError, match=r"^prompts.* is a tuple, .* reads text alone"):
+            call(prompts)
+
+
 def test_pipeline_one_config_per_prompt_is_used(pipe):
     configs = [GenerationConfig(max_new_tokens=n) for n in (1, 2)]
     assert [a.text for a in pipe(["a", "b"], configs)] == ["Y", "Yo"]
@@ -410,6 +420,6 @@ def test_stream_infer_last_chunk_has_only_the_finish_reason(pipe, max_tokens):
     assert all(chunk.finish_reason is None for chunk in chunks)
     text = "You said: A"[:max_tokens]
     assert last.finish_reason == ("length" if max_tokens == 3 else "stop")
-    assert (last.text, last.token_ids, last.logprobs) == ("", [], [])
+    assert (last.text, last.token_ids, last.logprobs) == ("", [], None)
     assert last.generate_token_len == len(text) == sum(len(c.token_ids) for c in chunks)
     assert "".join(chunk.text for chunk in chunks) == text

@@ -18,7 +18,7 @@ from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, CHAT, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
-from lmdeploy.serve.logprobs import chat_logprobs
+from lmdeploy.serve.logprobs import chat_logprobs, token_logprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
 from lmdeploy.serve.sampling import Limits, make_config
@@ -46,6 +46,7 @@ class ChatCompletionRequest(CompletionFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: TokenLimit | None = None
     return_token_ids: bool | None = False
+    return_logprob: bool | None = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     enable_thinking: bool | None = None
@@ -74,7 +75,9 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
             raise OptionError("input_ids", f"cannot be combined with {name}, which needs messages.")
     limits = Limits(
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=(
+            (request.top_logprobs or 0) if request.logprobs or request.return_logprob else None
+        ),
         n=request.n or 1,
     )
     if request.messages:
@@ -175,6 +178,7 @@ class ChatReply:
                     "message": message,
                     "logprobs": self._logprobs(answer),
                     "finish_reason": answer.finish_reason,
+                    **self._tokens(answer),
                 }
             )
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
@@ -191,7 +195,8 @@ class ChatReply:
         def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
             usage.add(job, piece)
             delta = self._delta(piece)
-            if delta or piece.finish_reason is not None or self._request.logprobs:
+            has_tokens = self._request.logprobs or self._tokens(piece)
+            if delta or piece.finish_reason is not None or has_tokens:
                 yield chunk(job, delta, piece=piece)
 
         def last() -> Iterator[EventJson]:
@@ -230,6 +235,7 @@ class ChatReply:
             "delta": delta,
             "logprobs": None if piece is None else self._logprobs(piece),
             "finish_reason": None if piece is None else piece.finish_reason,
+            **({} if piece is None else self._tokens(piece)),
         }
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
@@ -240,6 +246,15 @@ class ChatReply:
             "created": self._created,
             "model": self._state.model_name,
         }
+
+    def _tokens(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields of LMDeploy with the tokens of an answer, if they are wanted."""
+        fields: dict[str, Any] = {}
+        if self._request.return_token_ids and answer.token_ids:
+            fields["output_ids"] = answer.token_ids
+        if self._request.return_logprob and answer.token_ids:
+            fields["output_token_logprobs"] = token_logprobs(answer)
+        return fields
 
     def _logprobs(self, piece: Answer) -> dict[str, Any] | None:
         if not self._request.logprobs:

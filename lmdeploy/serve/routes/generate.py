@@ -15,7 +15,7 @@ from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, GENERATE, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, PreparedRequest
-from lmdeploy.serve.logprobs import LOWEST
+from lmdeploy.serve.logprobs import LOWEST, token_logprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
@@ -108,13 +108,9 @@ class GenerateReply:
         if self._request.returns_prompt and answer.prompt_logprobs:
             meta["input_token_logprobs"] = self._prompt(job, answer.prompt_logprobs)
         if self._request.return_logprob:
-            values = answer.logprobs or []
-            pairs = zip(answer.token_ids, values, strict=True)
-            meta["output_token_logprobs"] = [
-                [max(item[token], LOWEST), token] for token, item in pairs
-            ]
+            meta["output_token_logprobs"] = token_logprobs(answer)
             if self._request.top_logprobs_num:
-                meta["output_top_logprobs"] = [self._top(item) for item in values]
+                meta["output_top_logprobs"] = [self._top(item) for item in answer.logprobs or []]
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
     def _prompt(self, job: Job, logprobs: list[dict[int, float]]) -> list[list[float | None]]:

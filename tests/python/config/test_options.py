@@ -214,3 +214,8 @@ def test_join_pieces_returns_whole_response_and_changes_no_chunk():
     assert [p.text for p in chunks] == [p.text for p in before]
     assert [p.logprobs for p in chunks] == [p.logprobs for p in before]
     assert join_pieces([Response("x", 1, 1)]).logprobs is None
+
+
+def test_generation_config_negative_runs_turn_the_stop_at_repetitions_off():
+    config = GenerationConfig(repetition_ngram_size=-1, repetition_ngram_threshold=-2)
+    assert (config.repetition_ngram_size, config.repetition_ngram_threshold) == (0, 0)

@@ -104,7 +104,6 @@ def test_unbuilt_field_that_changes_the_answer_is_refused_by_name(url, path):
         "use_beam_search",
         "no_stop_trim",
         "return_hidden_states",
-        "repetition_ngram_size",
     ):
         error = post(url, path, {**BODIES_OF[path], name: True}).json()["error"]
         assert error["param"] == name and f"{name} is not supported" in error["message"]
@@ -134,6 +133,62 @@ def test_synonyms_of_other_servers_reach_the_engine(engine, url, path):
     room = 512 - len(last_request(engine, url, path).prompt)
     assert last_request(engine, url, path, max_tokens=-1).max_new_tokens == room
     assert last_request(engine, url, path, bad_words=["x"]).bad_sequences == [[120], [32, 120]]
+
+
+@pytest.mark.parametrize("path", BODIES_OF)
+def test_whole_numbers_may_have_a_decimal_point(engine, url, path):
+    """Clients in languages with one type of numbers send 5.0."""
+    request = last_request(engine, url, path, max_tokens=5.0, top_k=7.0, seed=3.0, min_tokens=1.0)
+    assert (request.max_new_tokens, request.top_k, request.seed) == (5, 7, 3)
+    assert request.min_new_tokens == 1
+    for value in (5.5, "5", 1e300):
+        reply = post(url, path, {**BODIES_OF[path], "max_tokens": value})
+        assert reply.status_code == 400 and "max_tokens" in reply.text
+
+
+def test_whole_numbers_of_other_apis_may_have_a_decimal_point(url):
+    user = [{"role": "user", "content": "hello"}]
+    for path, body in (
+        ("/v1/messages", {"model": "m", "messages": user, "max_tokens": 5.0, "top_k": 3.0}),
+        ("/v1/responses", {"model": "m", "input": "hello", "max_output_tokens": 5.0}),
+        ("/v1/embeddings", {"model": "m", "input": "hello", "dimensions": 2.0}),
+    ):
+        assert post(url, path, body).status_code == 200, path
+
+
+@pytest.mark.parametrize("path", BODIES_OF)
+def test_repeated_tokens_end_the_answer(path):
+    with serving(make_engine(lambda _: "ab" * 100)) as url:
+        fields = {"max_tokens": 100, "repetition_ngram_size": 4, "repetition_ngram_threshold": 3}
+        reply = post(url, path, {**BODIES_OF[path], **fields}).json()
+        text = reply["text"] if path == "/generate" else reply["choices"][0]
+        if path != "/generate":
+            assert text["finish_reason"] == "stop"
+            text = text["message"]["content"] if "message" in text else text["text"]
+        # The runs begin at 0, 2 and 4. `baba` occurs a third time only later.
+        assert text == "abababab"
+        for off in ({"repetition_ngram_size": 0}, {"repetition_ngram_threshold": 0}):
+            reply = post(url, path, {**BODIES_OF[path], **fields, **off})
+            assert "ab" * 50 in reply.text
+        wrong = post(url, path, {**BODIES_OF[path], "repetition_ngram_size": -1})
+        assert wrong.status_code == 400 and "repetition_ngram_size" in wrong.text
+
+
+def test_chat_returns_tokens_and_their_log_probabilities_in_the_choice(url):
+    body = {**CHAT, "return_token_ids": True, "return_logprob": True}
+    choice = post(url, "/v1/chat/completions", body).json()["choices"][0]
+    ids = choice["output_ids"]
+    assert ids == choice["message"]["gen_tokens"] and choice["logprobs"] is None
+    assert [token for _, token in choice["output_token_logprobs"]] == ids
+    assert all(value <= 0 for value, _ in choice["output_token_logprobs"])
+    text = post(url, "/v1/chat/completions", {**body, "stream": True}).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    pieces = [event["choices"][0] for event in events]
+    assert [token for piece in pieces for token in piece.get("output_ids", [])] == ids
+    pairs = [pair for piece in pieces for pair in piece.get("output_token_logprobs", [])]
+    assert [token for _, token in pairs] == ids
+    plain = post(url, "/v1/chat/completions", CHAT).json()["choices"][0]
+    assert not {"output_ids", "output_token_logprobs"} & plain.keys()
 
 
 @pytest.mark.parametrize("value", ["true", True])
