@@ -24,10 +24,14 @@ from pydantic import (
 )
 
 from lmdeploy.base.checks import show
+from lmdeploy.chat.messages import MAX_MESSAGES
+from lmdeploy.chat.tool_calls import MAX_TOOLS
 from lmdeploy.config.generation import (
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_NGRAM,
+    MAX_STOP_WORD_CHARS,
+    MAX_STOP_WORDS,
     MAX_TOKEN_IDS,
 )
 from lmdeploy.config.unsupported import ANY
@@ -45,6 +49,17 @@ _TEXT = re.compile(rb'"[^"]*"')  # a string, once escaped quotes are removed
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+
+# These describe limits that other code checks, with errors that say more.
+Messages = Annotated[Objects, Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES})]
+Items = Annotated[Objects, Field(json_schema_extra={"minItems": 1})]
+Tools = Annotated[Objects, Field(json_schema_extra={"maxItems": MAX_TOOLS})]
+PromptIds = Annotated[Ids, Field(json_schema_extra={"minItems": 1})]
+Prompts = Annotated[list[Any], Field(json_schema_extra={"minItems": 1})]
+ManyTexts = Annotated[Texts, Field(json_schema_extra={"maxItems": MAX_PROMPTS})]
+_WORD: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_WORD_CHARS}
+Word = Annotated[str, Field(json_schema_extra=_WORD)]
+Words = Annotated[list[Word], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_WORDS})]
 # Some clients send Booleans as texts.
 Flag = Annotated[
     bool,
@@ -94,10 +109,10 @@ class SamplingFields(ApiRequest):
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | Texts | None = None
+    stop: Word | Words | None = None
     stop_token_ids: Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool | None = False
-    bad_words: Texts | None = None
+    bad_words: Words | None = None
     do_sample: bool | None = None
     min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)

@@ -24,9 +24,10 @@ from lmdeploy.serve.routes.conversation import Conversation, prepare_conversatio
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
     CompletionFields,
-    Ids,
-    Objects,
+    Messages,
+    PromptIds,
     TokenLimit,
+    Tools,
     Unsupported,
 )
 from lmdeploy.serve.state import ServerState
@@ -40,8 +41,8 @@ class ChatCompletionRequest(CompletionFields):
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY | CHAT)
 
-    messages: str | Objects | None = None  # a string: one user message
-    input_ids: Ids | None = None
+    messages: str | Messages | None = None  # a string: one user message
+    input_ids: PromptIds | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: TokenLimit | None = None
@@ -51,7 +52,7 @@ class ChatCompletionRequest(CompletionFields):
     continue_final_message: bool | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

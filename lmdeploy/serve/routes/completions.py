@@ -22,6 +22,7 @@ from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
     CompletionFields,
+    Prompts,
     Unsupported,
 )
 from lmdeploy.serve.state import ServerState
@@ -35,7 +36,7 @@ class CompletionRequest(CompletionFields):
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY)
 
-    prompt: str | list[Any]
+    prompt: str | Prompts
     echo: bool | None = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(default=16, ge=-1, lt=2**31)

@@ -18,7 +18,7 @@ from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import JsonResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage, encode_prompts
 from lmdeploy.serve.routes.base import check_model, post, run_prompts, state_of
-from lmdeploy.serve.schema import ApiRequest, Unsupported
+from lmdeploy.serve.schema import ApiRequest, Prompts, Unsupported
 from lmdeploy.serve.state import ServerState
 
 router = APIRouter()
@@ -30,7 +30,7 @@ class PoolingRequest(ApiRequest):
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(EMBEDDING)
 
-    input: str | list[Any]
+    input: str | Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(default=None, ge=1, lt=2**31)

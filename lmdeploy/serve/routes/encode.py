@@ -13,7 +13,7 @@ from lmdeploy.chat.prompts import encode_chat, encode_text
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.errors import JsonResponse
 from lmdeploy.serve.routes.base import post, state_of, until_disconnect
-from lmdeploy.serve.schema import MAX_PROMPTS, ApiRequest, Texts
+from lmdeploy.serve.schema import MAX_PROMPTS, ApiRequest, ManyTexts
 
 MAX_ENCODED_TOKENS = 1 << 22  # in one response
 
@@ -23,7 +23,7 @@ router = APIRouter()
 class EncodeRequest(ApiRequest):
     """Body of POST /v1/encode."""
 
-    input: str | Texts
+    input: str | ManyTexts
     do_preprocess: bool | None = False
     add_bos: bool | None = True
 

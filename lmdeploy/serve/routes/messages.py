@@ -30,10 +30,12 @@ from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import (
     ApiRequest,
     Flag,
+    Messages,
     Objects,
     SamplingFields,
-    Texts,
+    Tools,
     Unsupported,
+    Words,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
@@ -58,9 +60,9 @@ class MessageFields(ApiRequest):
     """The fields that describe a conversation."""
 
     model: str
-    messages: Objects
+    messages: Messages
     system: str | Objects | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -74,7 +76,7 @@ class MessagesRequest(MessageFields):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    stop_sequences: Texts | None = None
+    stop_sequences: Words | None = None
     stream: Flag | None = False
     output_format: dict[str, Any] | None = None
 

@@ -11,7 +11,7 @@ from lmdeploy.config.unsupported import RESPONSES, unsupported_body_fields
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.http.response_store import StoredResponse
 from lmdeploy.serve.routes.conversation import Conversation, runnable_tools
-from lmdeploy.serve.schema import ApiRequest, Objects, Unsupported
+from lmdeploy.serve.schema import ApiRequest, Tools, Unsupported
 from lmdeploy.serve.state import ServerState
 
 Item = dict[str, Any]
@@ -53,7 +53,7 @@ class ResponseFields(ApiRequest):
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(RESPONSES)
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     reasoning: dict[str, Any] | None = None

@@ -32,7 +32,7 @@ from lmdeploy.serve.routes.response_input import (
     page_of_items,
 )
 from lmdeploy.serve.sampling import Limits
-from lmdeploy.serve.schema import Objects, SamplingFields, Texts, Unsupported
+from lmdeploy.serve.schema import Items, SamplingFields, Texts, Unsupported
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
@@ -50,7 +50,7 @@ class ResponsesRequest(ResponseFields, SamplingFields):
     )
 
     model: str
-    input: str | Objects
+    input: str | Items
     store: bool | None = True
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     metadata: dict[str, str] | None = None
@@ -77,7 +77,7 @@ class InputTokensRequest(ResponseFields):
     """Body of POST /v1/responses/input_tokens."""
 
     model: str | None = None  # None is the served model
-    input: str | Objects | None = None
+    input: str | Items | None = None
 
 
 # Requests.

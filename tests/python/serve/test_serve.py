@@ -12,6 +12,10 @@ import pytest
 from fake_engine import make_engine
 from serving import ANSWER, CHAT, connect, post, post_head, serving
 
+from lmdeploy.chat.messages import MAX_MESSAGES
+from lmdeploy.chat.tool_calls import MAX_TOOLS
+from lmdeploy.config.generation import MAX_STOP_WORD_CHARS, MAX_STOP_WORDS
+
 
 @pytest.fixture(scope="module")
 def url():
@@ -456,3 +460,16 @@ def test_openapi_describes_every_request_body(url):
         name = body["$ref"].removeprefix("#/components/schemas/")
         assert schema["components"]["schemas"][name]["properties"]
     assert "StreamOptions" in schema["components"]["schemas"]
+    chat = schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    limits = {}
+    for name in ("messages", "tools", "input_ids", "stop"):
+        for part in chat[name]["anyOf"]:
+            if part["type"] == "array":
+                limits[name] = (part.get("minItems"), part.get("maxItems"))
+    assert limits == {
+        "messages": (1, MAX_MESSAGES),
+        "tools": (None, MAX_TOOLS),
+        "input_ids": (1, None),
+        "stop": (None, MAX_STOP_WORDS),
+    }
+    assert chat["stop"]["anyOf"][0]["maxLength"] == MAX_STOP_WORD_CHARS
