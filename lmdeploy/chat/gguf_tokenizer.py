@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
-from lmdeploy.chat.tokenizer import Tokenizer, end_of_turn_ids, library_errors
+from lmdeploy.chat.tokenizer import Tokenizer, library_errors
+from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -80,10 +81,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     _add_template(
         backend, vocabulary, bos_id=bos_id if vocabulary.flag("add_bos_token", add_bos) else None
     )
-    ends = [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]
     return Tokenizer(
         backend,
-        eos_ids=[*(end for end in ends if end is not None), *end_of_turn_ids(backend)],
+        eos_ids=end_ids(backend, [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]),
         bos_id=bos_id,
         strip_first_space=kind == "llama" and vocabulary.flag("add_space_prefix", True),
     )

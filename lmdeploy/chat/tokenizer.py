@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import parse_json_object, read_json_object
+from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -30,19 +31,6 @@ if TYPE_CHECKING:
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_IDS = 1 << 31  # for any vocabulary
-# Tokens that end a turn. Checkpoints often omit them from eos_token_id.
-_END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "</s>",
-)
-# If answers consist of several messages, <|end|> ends a message, and these end the answer.
-_ANSWER_ENDS = ("<|return|>", "<|call|>")
-
 _LONG_TEXT = 4096  # characters
 _MAX_REASON = 160  # characters of another library's error
 
@@ -318,23 +306,10 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             ids.clear()  # no BOS, even if the config has an id
     return Tokenizer(
         backend,
-        eos_ids=[*eos_ids, *end_of_turn_ids(backend)],
+        eos_ids=end_ids(backend, eos_ids),
         bos_id=bos_ids[0] if bos_ids else None,
         process=process,
     )
-
-
-def end_of_turn_ids(backend: Backend) -> list[int]:
-    """Return the special tokens that end a turn even if the config omits them."""
-    special = {
-        token.content: token_id
-        for token_id, token in backend.get_added_tokens_decoder().items()
-        if token.special
-    }
-    ends: tuple[str, ...] = _END_OF_TURN
-    if {"<|channel|>", *_ANSWER_ENDS} <= set(special):
-        ends = (*_ANSWER_ENDS, *(text for text in _END_OF_TURN if text != "<|end|>"))
-    return [special[text] for text in ends if text in special]
 
 
 def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
