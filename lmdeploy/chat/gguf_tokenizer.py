@@ -22,6 +22,8 @@ _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_LENGTH = 4096
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# The ids of SentencePiece where a file has no keys for them, as in llama.cpp.
+_SENTENCE_PIECE_IDS = {"unknown": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,17 @@ class _Vocabulary:
         return values
 
     def token_id(self, name: str) -> int | None:
-        """Return the id under tokenizer.ggml.<name>_token_id, or None if it is missing."""
+        """Return the id under tokenizer.ggml.<name>_token_id, or None if it is missing.
+
+        SentencePiece has default ids, which count if their tokens have the usual texts.
+        """
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
-            return None
+            usual, text = _SENTENCE_PIECE_IDS.get(name, (0, None))
+            is_usual = self.metadata.get("tokenizer.ggml.model") == "llama" and (
+                self.tokens[usual : usual + 1] == [text]
+            )
+            return usual if is_usual else None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             raise ModelFormatError(
                 f"{self.source}: tokenizer.ggml.{name}_token_id is {value!r}. It must be "
