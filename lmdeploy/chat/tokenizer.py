@@ -9,7 +9,10 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import shutil
+import tempfile
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +23,12 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import parse_json_object, read_json_object
+from lmdeploy.chat.vocabulary.added_tokens import (
+    StatedTokens,
+    merged_tokens,
+    read_stated_tokens,
+    token_text,
+)
 from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
@@ -284,25 +293,21 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             f"{folder}: tokenizer.json is missing. Other tokenizer files (tokenizer.model, "
             "vocab.txt) are not supported. Save the tokenizer in its fast form."
         )
-    backend, process = _backend_from_file(path)
+    stated = read_stated_tokens(folder)
+    backend, process = _backend_from_file(path, stated)
     configs = [
         read_json_object(folder / name, _MAX_CONFIG_BYTES)
         for name in ("generation_config.json", "config.json")
         if (folder / name).is_file()
     ]
-    tokenizer_config = folder / "tokenizer_config.json"
-    own = (
-        read_json_object(tokenizer_config, _MAX_CONFIG_BYTES) if tokenizer_config.is_file() else {}
-    )
     eos_ids = [token_id for config in configs for token_id in _id_list(config.get("eos_token_id"))]
     bos_ids = [token_id for config in configs for token_id in _id_list(config.get("bos_token_id"))]
     for key, ids in (("eos_token", eos_ids), ("bos_token", bos_ids)):
-        value = own.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
-        found = backend.token_to_id(text) if isinstance(text, str) else None
+        text = token_text(stated.config.get(key))
+        found = None if text is None else backend.token_to_id(text)
         if found is not None:
             ids.insert(0, found)
-        elif key == "bos_token" and key in own and value is None:
+        elif key == "bos_token" and stated.config.get(key, "") is None:
             ids.clear()  # no BOS, even if the config has an id
     return Tokenizer(
         backend,
@@ -312,7 +317,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
+def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, TokenizerProcess | None]:
     """Return the tokenizer, and the process that tokenizes if its settings may be slow."""
     from tokenizers import Tokenizer as BackendClass
 
@@ -325,15 +330,38 @@ def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
         return ModelFormatError(f"{path}: The file is not a tokenizer: {reason}")
 
     with library_errors(not_a_tokenizer):
-        if is_bounded(settings):
-            backend: Backend = BackendClass.from_file(str(path))
-            process = None
-        else:
-            process = TokenizerProcess(path)
-            backend = BackendClass.from_str(json.dumps(_vocabulary_only(settings)))
+        added = merged_tokens(settings, stated)
+        is_whole = added == (settings.get("added_tokens") or [])
+        settings["added_tokens"] = added
+        process = None
+        if not is_bounded(settings):
+            process = TokenizerProcess(path) if is_whole else _process_of(settings)
+            settings = _vocabulary_only(settings)
+            is_whole = False
+        backend: Backend = (
+            BackendClass.from_file(str(path))
+            if is_whole
+            else BackendClass.from_str(json.dumps(settings))
+        )
     backend.no_padding()
     backend.no_truncation()
     return backend, process
+
+
+def _process_of(settings: dict[str, Any]) -> TokenizerProcess:
+    """Return a process that reads the settings from a file, which exists as long as the process."""
+    from lmdeploy.chat.bounded.process import TokenizerProcess
+
+    folder = tempfile.mkdtemp(prefix="lmdeploy-")
+    try:
+        path = Path(folder) / "tokenizer.json"
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        process = TokenizerProcess(path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(process, shutil.rmtree, folder, ignore_errors=True)
+    return process
 
 
 def _vocabulary_only(settings: dict[str, Any]) -> dict[str, Any]:
