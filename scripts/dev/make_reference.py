@@ -232,6 +232,8 @@ def make_models() -> str:
         _table(["models", "Hugging Face", "GGUF", "differs from Llama by"], rows),
         "Of models that also read pictures, the text part is loaded, and a line in the log says "
         f"so: {vision}. Pictures in messages are refused.",
+        "Names of tensors may lack `model.`, as in embedding models (`Qwen3Model`), or have other "
+        "prefixes, such as `language_model.model.` or `transformer.`.",
         "A key of config.json that changes the computation and is not built is refused with its "
         "value, and so is a tensor that the family does not use. RoPE kinds are "
         f"{', '.join(ROPE_KINDS)}. A GGUF `llama` with an `expert_count` is a Mixtral.",
