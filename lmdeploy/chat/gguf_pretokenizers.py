@@ -2,10 +2,9 @@
 
 `tokenizer.ggml.pre` is the name. The expressions are those of llama.cpp, src/llama-vocab.cpp, class
 llm_tokenizer_bpe. The comment of a row has its `case LLAMA_VOCAB_PRE_TYPE_…` there, and the models
-that use it. The table omits names that only unsupported architectures use, and tiny_aya and
-superbpe, which look ahead over all following digits, so that a long number takes quadratic time. A
-wrong split silently gives wrong ids: tests/python/chat/test_gguf_vectors.py compares ids with those
-of llama.cpp, and test_gguf_pretokenizers.py with the pre-tokenizers of tokenizer.json.
+that use it. The table omits names that only unsupported architectures use. A wrong split silently
+gives wrong ids: tests/python/chat/test_gguf_vectors.py compares ids with those of llama.cpp, and
+test_gguf_pretokenizers.py with the pre-tokenizers of tokenizer.json.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is not split
     add_bos: bool = False  # default if the file does not specify it
+    is_linear: bool = True  # in the length of the text. Others look ahead over all digits.
 
 
 _BPE_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
@@ -131,12 +131,19 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "minimax-m2": PreTokenizer((_GPT4O,)),  # MINIMAX_M2: MiniMax-M2
     # GPT4O, but tokenizer.json of Llama 4 comes from tiktoken, which does not split tokens.
     "llama4": PreTokenizer((_GPT4O,), ignore_merges=True),
+    "tiny_aya": PreTokenizer(  # TINY_AYA: Tiny Aya, of architecture cohere2
+        (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O), is_linear=False
+    ),
+    "superbpe": PreTokenizer(  # SUPERBPE: OLMo 2 with SuperBPE
+        (r"\p{N}+", r"(?=(\d{3})+(?!\d))"), is_linear=False
+    ),
 }
 
 
 @cache
 def known_expressions() -> frozenset[str]:
-    """Return the expressions of the table, as GGUF files and tokenizer.json spell them."""
-    patterns = [pattern for each in PRE_TOKENIZERS.values() for pattern in each.patterns]
+    """Return the fast expressions of the table, as GGUF files and tokenizer.json spell them."""
+    fast = [each for each in PRE_TOKENIZERS.values() if each.is_linear]
+    patterns = [pattern for each in fast for pattern in each.patterns]
     spelled = [pattern.replace(_ENGLISH_SUFFIX, _ANY_CASE_SUFFIX) for pattern in patterns]
     return frozenset([*patterns, *spelled])

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
-from lmdeploy.chat.tokenizer import Tokenizer, library_errors
+from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from lmdeploy.chat.tokenizer import Tokenizer, library_errors, process_of
 from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
@@ -77,8 +78,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Return the tokenizer in GGUF metadata. Raise ModelFormatError for an unknown kind."""
     kind = metadata.get("tokenizer.ggml.model")
     vocabulary = _read_vocabulary(metadata, source)
+    is_linear = True
     if kind == "gpt2":
-        backend, add_bos = _byte_level(vocabulary)
+        pre_tokenizer = _pre_tokenizer(vocabulary)
+        backend = _byte_level(vocabulary, pre_tokenizer)
+        add_bos, is_linear = pre_tokenizer.add_bos, pre_tokenizer.is_linear
     elif kind == "llama":
         backend, add_bos = _sentence_piece(vocabulary), True
     else:
@@ -95,6 +99,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         eos_ids=end_ids(backend, [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]),
         bos_id=bos_id,
         strip_first_space=kind == "llama" and vocabulary.flag("add_space_prefix", True),
+        process=None if is_linear else process_of(json.loads(backend.to_str())),
     )
 
 
@@ -123,11 +128,7 @@ def _read_vocabulary(metadata: Mapping[str, Any], source: str) -> _Vocabulary:
     return _Vocabulary(source, metadata, tokens, kinds)
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
-    """Return byte-level BPE (gpt2), and whether BOS is added by default."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as BackendClass
-
+def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.metadata.get("tokenizer.ggml.pre")
     pre_tokenizer = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre_tokenizer is None:
@@ -135,6 +136,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
             f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}. It must be one of "
             f"{', '.join(sorted(PRE_TOKENIZERS))}."
         )
+    return pre_tokenizer
+
+
+def _byte_level(vocabulary: _Vocabulary, pre_tokenizer: PreTokenizer) -> Backend:
+    """Return byte-level BPE (gpt2)."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as BackendClass
+
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = _read_merges(vocabulary)
 
@@ -153,7 +162,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, pre_tokenizer.add_bos
+    return backend
 
 
 def _read_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:

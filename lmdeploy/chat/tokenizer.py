@@ -335,7 +335,7 @@ def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, Token
         settings["added_tokens"] = added
         process = None
         if not is_bounded(settings):
-            process = TokenizerProcess(path) if is_whole else _process_of(settings)
+            process = TokenizerProcess(path) if is_whole else process_of(settings)
             settings = _vocabulary_only(settings)
             is_whole = False
         backend: Backend = (
@@ -348,7 +348,7 @@ def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, Token
     return backend, process
 
 
-def _process_of(settings: dict[str, Any]) -> TokenizerProcess:
+def process_of(settings: dict[str, Any]) -> TokenizerProcess:
     """Return a process that reads the settings from a file, which exists as long as the process."""
     from lmdeploy.chat.bounded.process import TokenizerProcess
 
