@@ -3,7 +3,8 @@
 `tokenizer.ggml.pre` is the name. The expressions are those of llama.cpp, src/llama-vocab.cpp, class
 llm_tokenizer_bpe. The comment of a row has its `case LLAMA_VOCAB_PRE_TYPE_…` there, and the models
 that use it. The table omits names that only unsupported architectures use. A wrong split silently
-gives wrong ids, so tests/python/chat/test_gguf_vectors.py compares ids with those of llama.cpp.
+gives wrong ids: tests/python/chat/test_gguf_vectors.py compares ids with those of llama.cpp, and
+test_gguf_pretokenizers.py with the pre-tokenizers of tokenizer.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ _ENGLISH_SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _ANY_CASE_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _MODERN_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _MODERN_TAIL
+_MINICPM5 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+" + _MODERN_TAIL
+_SEED = (
+    _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _MODERN_TAIL
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,6 +56,7 @@ _DEEPSEEK3_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 @dataclass(frozen=True)
@@ -59,27 +66,51 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is not split
     add_bos: bool = False  # default if the file does not specify it
+    is_linear: bool = True  # in the length of the text. Others look ahead over all digits.
 
 
 _BPE_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_BPE_GPT2 = PreTokenizer((_GPT2,))
 _DIGITS_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
+_BPE_DEEPSEEK3 = PreTokenizer(
+    (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
+)
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-bpe": _BPE_LLAMA3,  # LLAMA3: Llama 3
     "llama3": _BPE_LLAMA3,  # LLAMA3, another name
     "llama-v3": _BPE_LLAMA3,  # LLAMA3, another name
     "falcon3": _BPE_LLAMA3,  # LLAMA3: Falcon 3, of architecture llama
+    "pixtral": _BPE_LLAMA3,  # LLAMA3: the text part of Pixtral, of architecture llama
+    "midm-2.0": _BPE_LLAMA3,  # LLAMA3: Midm 2, of architecture llama
+    "minicpm5": PreTokenizer(  # MINICPM5: MiniCPM5, of architecture llama
+        (r"\p{N}{1,3}", _MINICPM5), ignore_merges=True
+    ),
+    "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),  # CHATGLM4: GLM-4 (-hf) to 4.6
+    "chatglm-bpe": PreTokenizer((_LLAMA3,)),  # CHATGLM4: GLM-4 9B in its first format
     "dbrx": PreTokenizer((_LLAMA3,)),  # DBRX: Phi-4, OLMo 2
     "smaug-bpe": PreTokenizer((_LLAMA3,)),  # SMAUG: Smaug Llama 3, SmolLM3
     "qwen2": PreTokenizer((_QWEN2,)),  # QWEN2: Qwen 2 and 3
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),  # QWEN2: DeepSeek R1 distilled to Qwen
     "megrez": PreTokenizer((_QWEN2,)),  # QWEN2: Megrez, of architecture llama
+    "kormo": PreTokenizer((_QWEN2,)),  # QWEN2: KORMo, of architecture qwen2
+    "f2llmv2": PreTokenizer((_QWEN2,)),  # QWEN2: F2LLM v2, of architecture qwen3
+    "hunyuan": PreTokenizer((_QWEN2,)),  # HUNYUAN: Hunyuan 7B
+    "solar-open": PreTokenizer((_QWEN2,)),  # SOLAR_OPEN: Solar Open, of architecture glm4moe
+    "seed-coder": PreTokenizer((_SEED,)),  # SEED_CODER: Seed-OSS, Seed-Coder
+    "command-r": _DIGITS_GPT2,  # COMMAND_R: Command R to Command A
     "smollm": _DIGITS_GPT2,  # SMOLLM: SmolLM and SmolLM2
     "starcoder": _DIGITS_GPT2,  # STARCODER: tokenizers of StarCoder
     "refact": _DIGITS_GPT2,  # REFACT: Granite 3
     "minerva-7b": _DIGITS_GPT2,  # MINERVA: Minerva, of architecture llama
-    "gpt-2": PreTokenizer((_GPT2,)),  # GPT2
-    "phi-2": PreTokenizer((_GPT2,)),  # GPT2: Phi-2
-    "olmo": PreTokenizer((_GPT2,)),  # OLMO: OLMo
+    "viking": PreTokenizer((_BLOOM, r"\p{N}")),  # VIKING: Viking, of architecture llama
+    "gpt-2": _BPE_GPT2,  # GPT2
+    "phi-2": _BPE_GPT2,  # GPT2: Phi-2
+    "exaone4": _BPE_GPT2,  # GPT2: EXAONE 4
+    "a.x-4.0": _BPE_GPT2,  # GPT2: A.X 4, of architecture qwen2
+    "mellum": _BPE_GPT2,  # GPT2: Mellum, of architecture llama
+    "olmo": _BPE_GPT2,  # OLMO: OLMo
+    "trillion": _BPE_GPT2,  # TRILLION: Trillion, of architecture llama
+    "granite-docling": _BPE_GPT2,  # GRANITE_DOCLING: its text part, of architecture llama
     "deepseek-llm": PreTokenizer(  # DEEPSEEK_LLM: DeepSeek LLM, of architecture llama
         (
             r"[\r\n]",
@@ -93,17 +124,26 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "deepseek-coder": PreTokenizer(  # DEEPSEEK_CODER: DeepSeek Coder, of architecture llama
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
     ),
-    "deepseek-v3": PreTokenizer(  # DEEPSEEK3_LLM: models distilled from DeepSeek V3
-        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
-    ),
+    "deepseek-v3": _BPE_DEEPSEEK3,  # DEEPSEEK3_LLM: models distilled from DeepSeek V3
+    "hunyuan-dense": _BPE_DEEPSEEK3,  # HUNYUAN_DENSE: Hunyuan 0.5B to 4B
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),  # TEKKEN: Mistral Nemo
     "gpt-4o": PreTokenizer((_GPT4O,)),  # GPT4O: GPT-OSS, Phi-4-mini
+    "minimax-m2": PreTokenizer((_GPT4O,)),  # MINIMAX_M2: MiniMax-M2
+    # GPT4O, but tokenizer.json of Llama 4 comes from tiktoken, which does not split tokens.
+    "llama4": PreTokenizer((_GPT4O,), ignore_merges=True),
+    "tiny_aya": PreTokenizer(  # TINY_AYA: Tiny Aya, of architecture cohere2
+        (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O), is_linear=False
+    ),
+    "superbpe": PreTokenizer(  # SUPERBPE: OLMo 2 with SuperBPE
+        (r"\p{N}+", r"(?=(\d{3})+(?!\d))"), is_linear=False
+    ),
 }
 
 
 @cache
 def known_expressions() -> frozenset[str]:
-    """Return the expressions of the table, as GGUF files and tokenizer.json spell them."""
-    patterns = [pattern for each in PRE_TOKENIZERS.values() for pattern in each.patterns]
+    """Return the fast expressions of the table, as GGUF files and tokenizer.json spell them."""
+    fast = [each for each in PRE_TOKENIZERS.values() if each.is_linear]
+    patterns = [pattern for each in fast for pattern in each.patterns]
     spelled = [pattern.replace(_ENGLISH_SUFFIX, _ANY_CASE_SUFFIX) for pattern in patterns]
     return frozenset([*patterns, *spelled])

@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
-from lmdeploy.chat.tokenizer import Tokenizer, end_of_turn_ids, library_errors
+from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from lmdeploy.chat.tokenizer import Tokenizer, library_errors, process_of
+from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -21,6 +23,8 @@ _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_LENGTH = 4096
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# The ids of SentencePiece where a file has no keys for them, as in llama.cpp.
+_SENTENCE_PIECE_IDS = {"unknown": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,17 @@ class _Vocabulary:
         return values
 
     def token_id(self, name: str) -> int | None:
-        """Return the id under tokenizer.ggml.<name>_token_id, or None if it is missing."""
+        """Return the id under tokenizer.ggml.<name>_token_id, or None if it is missing.
+
+        SentencePiece has default ids, which count if their tokens have the usual texts.
+        """
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
-            return None
+            usual, text = _SENTENCE_PIECE_IDS.get(name, (0, None))
+            is_usual = self.metadata.get("tokenizer.ggml.model") == "llama" and (
+                self.tokens[usual : usual + 1] == [text]
+            )
+            return usual if is_usual else None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             raise ModelFormatError(
                 f"{self.source}: tokenizer.ggml.{name}_token_id is {value!r}. It must be "
@@ -67,8 +78,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Return the tokenizer in GGUF metadata. Raise ModelFormatError for an unknown kind."""
     kind = metadata.get("tokenizer.ggml.model")
     vocabulary = _read_vocabulary(metadata, source)
+    is_linear = True
     if kind == "gpt2":
-        backend, add_bos = _byte_level(vocabulary)
+        pre_tokenizer = _pre_tokenizer(vocabulary)
+        backend = _byte_level(vocabulary, pre_tokenizer)
+        add_bos, is_linear = pre_tokenizer.add_bos, pre_tokenizer.is_linear
     elif kind == "llama":
         backend, add_bos = _sentence_piece(vocabulary), True
     else:
@@ -80,12 +94,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     _add_template(
         backend, vocabulary, bos_id=bos_id if vocabulary.flag("add_bos_token", add_bos) else None
     )
-    ends = [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]
     return Tokenizer(
         backend,
-        eos_ids=[*(end for end in ends if end is not None), *end_of_turn_ids(backend)],
+        eos_ids=end_ids(backend, [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]),
         bos_id=bos_id,
         strip_first_space=kind == "llama" and vocabulary.flag("add_space_prefix", True),
+        process=None if is_linear else process_of(json.loads(backend.to_str())),
     )
 
 
@@ -114,11 +128,7 @@ def _read_vocabulary(metadata: Mapping[str, Any], source: str) -> _Vocabulary:
     return _Vocabulary(source, metadata, tokens, kinds)
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
-    """Return byte-level BPE (gpt2), and whether BOS is added by default."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as BackendClass
-
+def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.metadata.get("tokenizer.ggml.pre")
     pre_tokenizer = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre_tokenizer is None:
@@ -126,6 +136,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
             f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}. It must be one of "
             f"{', '.join(sorted(PRE_TOKENIZERS))}."
         )
+    return pre_tokenizer
+
+
+def _byte_level(vocabulary: _Vocabulary, pre_tokenizer: PreTokenizer) -> Backend:
+    """Return byte-level BPE (gpt2)."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as BackendClass
+
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = _read_merges(vocabulary)
 
@@ -144,7 +162,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, pre_tokenizer.add_bos
+    return backend
 
 
 def _read_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:

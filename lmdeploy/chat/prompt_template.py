@@ -94,8 +94,10 @@ class PromptTemplate:
             return self._template.render(
                 messages, add_generation_prompt=begins_answer is not False, variables=variables
             )
-        mark = secrets.token_hex(16)  # random, so that no message contains it
-        last = {**messages[-1], "content": messages[-1]["content"] + mark}
+        content = messages[-1]["content"]
+        # Random, so that no message contains it, and without letters, whose case may change.
+        mark = str(secrets.randbits(128))
+        last = {**messages[-1], "content": content + mark}
         text = self._template.render(
             [*messages[:-1], last], add_generation_prompt=False, variables=variables
         )
@@ -106,7 +108,15 @@ class PromptTemplate:
                 "ends with an assistant message, which the chat template leaves out of the prompt. "
                 "Send a user message last or change --chat-template.",
             )
-        return text[:end]
+        return _with_spaces(text[:end], content)
+
+
+def _with_spaces(prompt: str, content: str) -> str:
+    """Return a prompt that ends with `content`, whose first spaces the template may trim."""
+    trimmed = content.lstrip()
+    if prompt.endswith(content) or not prompt.endswith(trimmed):
+        return prompt
+    return prompt[: len(prompt) - len(trimmed)] + content
 
 
 def choose_template(

@@ -9,7 +9,10 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import shutil
+import tempfile
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +23,13 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import parse_json_object, read_json_object
+from lmdeploy.chat.vocabulary.added_tokens import (
+    StatedTokens,
+    merged_tokens,
+    read_stated_tokens,
+    token_text,
+)
+from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -30,19 +40,6 @@ if TYPE_CHECKING:
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_IDS = 1 << 31  # for any vocabulary
-# Tokens that end a turn. Checkpoints often omit them from eos_token_id.
-_END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "</s>",
-)
-# If answers consist of several messages, <|end|> ends a message, and these end the answer.
-_ANSWER_ENDS = ("<|return|>", "<|call|>")
-
 _LONG_TEXT = 4096  # characters
 _MAX_REASON = 160  # characters of another library's error
 
@@ -296,48 +293,31 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             f"{folder}: tokenizer.json is missing. Other tokenizer files (tokenizer.model, "
             "vocab.txt) are not supported. Save the tokenizer in its fast form."
         )
-    backend, process = _backend_from_file(path)
+    stated = read_stated_tokens(folder)
+    backend, process = _backend_from_file(path, stated)
     configs = [
         read_json_object(folder / name, _MAX_CONFIG_BYTES)
         for name in ("generation_config.json", "config.json")
         if (folder / name).is_file()
     ]
-    tokenizer_config = folder / "tokenizer_config.json"
-    own = (
-        read_json_object(tokenizer_config, _MAX_CONFIG_BYTES) if tokenizer_config.is_file() else {}
-    )
     eos_ids = [token_id for config in configs for token_id in _id_list(config.get("eos_token_id"))]
     bos_ids = [token_id for config in configs for token_id in _id_list(config.get("bos_token_id"))]
     for key, ids in (("eos_token", eos_ids), ("bos_token", bos_ids)):
-        value = own.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
-        found = backend.token_to_id(text) if isinstance(text, str) else None
+        text = token_text(stated.config.get(key))
+        found = None if text is None else backend.token_to_id(text)
         if found is not None:
             ids.insert(0, found)
-        elif key == "bos_token" and key in own and value is None:
+        elif key == "bos_token" and stated.config.get(key, "") is None:
             ids.clear()  # no BOS, even if the config has an id
     return Tokenizer(
         backend,
-        eos_ids=[*eos_ids, *end_of_turn_ids(backend)],
+        eos_ids=end_ids(backend, eos_ids),
         bos_id=bos_ids[0] if bos_ids else None,
         process=process,
     )
 
 
-def end_of_turn_ids(backend: Backend) -> list[int]:
-    """Return the special tokens that end a turn even if the config omits them."""
-    special = {
-        token.content: token_id
-        for token_id, token in backend.get_added_tokens_decoder().items()
-        if token.special
-    }
-    ends: tuple[str, ...] = _END_OF_TURN
-    if {"<|channel|>", *_ANSWER_ENDS} <= set(special):
-        ends = (*_ANSWER_ENDS, *(text for text in _END_OF_TURN if text != "<|end|>"))
-    return [special[text] for text in ends if text in special]
-
-
-def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
+def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, TokenizerProcess | None]:
     """Return the tokenizer, and the process that tokenizes if its settings may be slow."""
     from tokenizers import Tokenizer as BackendClass
 
@@ -350,15 +330,38 @@ def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
         return ModelFormatError(f"{path}: The file is not a tokenizer: {reason}")
 
     with library_errors(not_a_tokenizer):
-        if is_bounded(settings):
-            backend: Backend = BackendClass.from_file(str(path))
-            process = None
-        else:
-            process = TokenizerProcess(path)
-            backend = BackendClass.from_str(json.dumps(_vocabulary_only(settings)))
+        added = merged_tokens(settings, stated)
+        is_whole = added == (settings.get("added_tokens") or [])
+        settings["added_tokens"] = added
+        process = None
+        if not is_bounded(settings):
+            process = TokenizerProcess(path) if is_whole else process_of(settings)
+            settings = _vocabulary_only(settings)
+            is_whole = False
+        backend: Backend = (
+            BackendClass.from_file(str(path))
+            if is_whole
+            else BackendClass.from_str(json.dumps(settings))
+        )
     backend.no_padding()
     backend.no_truncation()
     return backend, process
+
+
+def process_of(settings: dict[str, Any]) -> TokenizerProcess:
+    """Return a process that reads the settings from a file, which exists as long as the process."""
+    from lmdeploy.chat.bounded.process import TokenizerProcess
+
+    folder = tempfile.mkdtemp(prefix="lmdeploy-")
+    try:
+        path = Path(folder) / "tokenizer.json"
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        process = TokenizerProcess(path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(process, shutil.rmtree, folder, ignore_errors=True)
+    return process
 
 
 def _vocabulary_only(settings: dict[str, Any]) -> dict[str, Any]:

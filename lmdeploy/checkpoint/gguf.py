@@ -21,7 +21,7 @@ from lmdeploy.checkpoint.tensor_plan import (
     stored_dtype,
 )
 from lmdeploy.models import family_of_gguf
-from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.config_reader import ConfigReader, MetadataReader
 from lmdeploy.models.decoder_config import DecoderConfig, RopeSettings
 from lmdeploy.models.experts import MAX_WIDTH, TensorLocation, moe_from_gguf
 from lmdeploy.models.family import (
@@ -42,7 +42,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """
     file = join_parts([GgufFile(part) for part in part_paths(path)])
     path = file.path
-    reader = ConfigReader(file.metadata, str(path))
+    reader = MetadataReader(file.metadata, str(path))
     prefix = reader.text("general.architecture")
     num_experts = reader.integer(f"{prefix}.expert_count", default=0, low=0)
     family = family_of_gguf(prefix, str(path), has_experts=num_experts > 0)

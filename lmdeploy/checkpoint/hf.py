@@ -11,7 +11,8 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
-from lmdeploy.checkpoint.files.text_part import TextFile, has_vision, text_config
+from lmdeploy.checkpoint.files.text_part import has_vision, text_config
+from lmdeploy.checkpoint.files.usual_names import UsualNames
 from lmdeploy.checkpoint.kv_scales import check_kv_scheme, take_kv_scales
 from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.checkpoint.tensor_plan import (
@@ -97,7 +98,8 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     architectures = reader.texts("architectures")
     if not architectures:
         raise reader.refuse("architectures is missing.")
-    if vision := has_vision(architectures[0]):
+    vision = has_vision(architectures[0])
+    if vision:
         values = text_config(values, architectures[0], source=source)
         reader = ConfigReader(values, source)
         architectures = reader.texts("architectures")
@@ -106,9 +108,10 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     reader = reader.with_defaults(family.hf_defaults)
     reader.require(family.hf_fixed)
     config = config_from_hf(reader, family)
-    file: TensorFile = SafetensorsFile(folder)
-    if vision:
-        file = TextFile(file)
+    usual = {kind: as_location(name).name for kind, name in family.hf_tensors.items()}
+    file: TensorFile = UsualNames(
+        SafetensorsFile(folder), usual, has_vision=vision, source=str(folder)
+    )
     kv_scales = None
     if quantization is not None:
         file = METHODS[quantization.text("quant_method")](file, quantization, source=str(folder))

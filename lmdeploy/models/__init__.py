@@ -80,9 +80,15 @@ def supported_architectures() -> list[str]:
 
 
 def family_of_hf(architecture: str, source: str) -> ModelFamily:
-    """Return the family of a Hugging Face architecture name."""
+    """Return the family of a Hugging Face architecture name.
+
+    Folders of embedding models name the model without a head (Qwen3Model).
+    """
+    name = architecture
+    if name.endswith("Model"):
+        name = name.removesuffix("Model") + "ForCausalLM"
     for family in FAMILIES:
-        if architecture in family.hf_architectures:
+        if name in family.hf_architectures:
             return family
     raise ModelFormatError(
         f"{source}: architecture is {architecture[:80]!r}. It must be one of "

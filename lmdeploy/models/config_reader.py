@@ -28,7 +28,7 @@ class ConfigReader:
         self, key: str, *, default: int | None = None, low: int = 1, high: int = _MAX_INTEGER
     ) -> int:
         """Return an integer in [low, high]."""
-        value = self._get(key, default)
+        value = self._single(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -39,7 +39,7 @@ class ConfigReader:
         self, key: str, *, default: float | None = None, low: float = 0.0, high: float = 1e12
     ) -> float:
         """Return a number in [low, high]."""
-        value = self._get(key, default)
+        value = self._single(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._refuse(key, value, wanted="a number")
         if not low <= value <= high:  # rejects NaN too
@@ -139,5 +139,26 @@ class ConfigReader:
             raise self.refuse(f"{key} is missing.")
         return value
 
+    def _single(self, key: str, default: Any) -> Any:
+        return self._get(key, default)
+
     def _refuse(self, key: str, value: Any, *, wanted: str) -> None:
         raise self.refuse(f"{key} is {str(value)[:80]!r}. It must be {wanted}.")
+
+
+class MetadataReader(ConfigReader):
+    """GGUF metadata, where a number may be an array with one value for each layer.
+
+    Such an array counts as its value if all layers have the same one.
+    """
+
+    def _single(self, key: str, default: Any) -> Any:
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return value
+        layers = self._values.get(f"{self._values.get('general.architecture')}.block_count")
+        if len(value) != layers:
+            raise self.refuse(f"{key} has {len(value)} values. It must have one for each layer.")
+        if any(item != value[0] for item in value):
+            self._refuse(key, value, wanted="the same in all layers")
+        return value[0]

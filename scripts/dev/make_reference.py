@@ -232,9 +232,14 @@ def make_models() -> str:
         _table(["models", "Hugging Face", "GGUF", "differs from Llama by"], rows),
         "Of models that also read pictures, the text part is loaded, and a line in the log says "
         f"so: {vision}. Pictures in messages are refused.",
+        "Names of tensors may lack `model.`, as in embedding models (`Qwen3Model`), or have other "
+        "prefixes, such as `language_model.model.` or `transformer.`.",
         "A key of config.json that changes the computation and is not built is refused with its "
         "value, and so is a tensor that the family does not use. RoPE kinds are "
-        f"{', '.join(ROPE_KINDS)}. A GGUF `llama` with an `expert_count` is a Mixtral.",
+        f"{', '.join(ROPE_KINDS)}. With longrope, all sequences use the long factors if "
+        "`--session-len` exceeds the original length, and the short ones otherwise, so that they "
+        "can share cached keys; transformers chooses for each call. A GGUF `llama` with an "
+        "`expert_count` is a Mixtral.",
         "Tests compare the logits of a small random model of every family with transformers, in "
         "FP32 (`tests/python/models`). The largest error is at most 3e-5 of the largest logit, in "
         "one step and in chunks, and greedy tokens are equal. InternLM is compared with a Llama "

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that also reads pictures. The vision part is not loaded."""
+"""The config of the text part of a checkpoint that also reads pictures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.files.tensor_file import SUPPORTED_FORMATS, StoredTensor, TensorFile
 
 logger = logging.getLogger("lmdeploy")
 
@@ -30,7 +29,6 @@ TEXT_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {
     },
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
 }
-_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
 # Keys of the whole model that hold for its text part unless that has its own.
 _SHARED_KEYS = (
     "quantization_config",
@@ -67,31 +65,3 @@ def text_config(values: Mapping[str, Any], architecture: str, *, source: str) ->
     shared = {key: values[key] for key in _SHARED_KEYS if key in values}
     logger.warning("%s: only the text part of %s is loaded.", source, architecture)
     return {**shared, **inner, "architectures": [known[model_type]]}
-
-
-class TextFile:
-    """The tensors of the text part, under the names of a model without pictures."""
-
-    def __init__(self, file: TensorFile) -> None:
-        self._file = file
-        self._stored = {text: name for name in file.names if (text := _text_name(name)) is not None}
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of all tensors of the text part."""
-        return list(self._stored)
-
-    def tensor(
-        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
-    ) -> StoredTensor:
-        """Return a tensor. Raise ModelFormatError for another format or more dimensions."""
-        return self._file.tensor(self._stored[name], max_dims=max_dims, formats=formats)
-
-
-def _text_name(name: str) -> str | None:
-    """Return the name in a text model, or None for a tensor of the vision part."""
-    if name.removeprefix("model.").startswith(_VISION_PREFIXES):
-        return None
-    if name.startswith("model.language_model."):
-        return "model." + name.removeprefix("model.language_model.")
-    return name.removeprefix("language_model.")

@@ -104,6 +104,28 @@ def test_prompt_template_final_assistant_message_is_continued(beginning: str) ->
     assert template.render(messages, {}) == new_turn + beginning
 
 
+@pytest.mark.parametrize("trim", ["trim", "trim | upper | lower"])
+@pytest.mark.parametrize("beginning", ["  well,  ", "\n    x = 1\n\t", "   ", "", "well"])
+def test_prompt_template_that_trims_keeps_the_continued_text(trim: str, beginning: str) -> None:
+    source = CHATML.replace("m.content", f"(m.content | {trim})")
+    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    question = {"role": "user", "content": " abc "}
+    prompt = template.render([question, {"role": "assistant", "content": beginning}], {})
+    new_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt == new_turn + beginning
+
+
+def test_prompt_template_that_moves_reasoning_keeps_its_own_spaces() -> None:
+    source = (
+        "{% for m in messages %}{% set parts = m.content.split('</think>') %}"
+        "<think>{{ parts[0].replace('<think>', '').strip() }}</think> {{ parts[-1].lstrip() }}"
+        "{% endfor %}"
+    )
+    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    answer = {"role": "assistant", "content": "<think> a </think>\n\nHello "}
+    assert template.render([answer], {}) == "<think>a</think> Hello "
+
+
 def test_choose_template_config_texts_continue_final_message() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     config = ChatTemplateConfig("custom", user="U:", eoh="|", assistant="A:", eoa="#")

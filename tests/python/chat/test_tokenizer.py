@@ -91,6 +91,24 @@ def test_stream_that_does_not_begin_the_text_keeps_first_space() -> None:
     assert "".join(map(beginning.push, ids)) + beginning.finish() == "ab c"
 
 
+def test_encode_sentence_piece_without_keys_has_the_usual_special_tokens() -> None:
+    without = dict.fromkeys(("bos_token_id", "eos_token_id", "unknown_token_id"))
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(**without), "spm")
+    usual = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    assert tokenizer.bos_id == 1 and tokenizer.eos_ids == [2]
+    assert tokenizer.encode("abc ñ") == usual.encode("abc ñ") and usual.encode("abc ñ")[0] == 1
+    # Gemma has <bos> as 2 and states it. Other texts are not the usual tokens.
+    metadata = sentence_piece_metadata(**without)
+    metadata["tokenizer.ggml.tokens"][:3] = ["<pad>", "<eos>", "<bos>"]
+    other = tokenizer_from_gguf(metadata, "spm")
+    assert other.bos_id is None and other.eos_ids == [1]  # by its text
+    assert other.encode("abc") == tokenizer.encode("abc", add_special=False)
+    byte_level = tokenizer_from_gguf(
+        byte_level_metadata(bos_token_id=None, eos_token_id=None), "bpe"
+    )
+    assert byte_level.bos_id is None
+
+
 def test_encode_bos_follows_metadata_of_the_file() -> None:
     assert tokenizer_from_gguf(byte_level_metadata(), "x").encode("e")[0] != 1
     with_bos = tokenizer_from_gguf(byte_level_metadata(add_bos_token=True), "x")

@@ -141,6 +141,10 @@ UNBOUNDED = [
     {"normalizer": sequence("normalizers", sequence("normalizers", DOUBLING))},
     {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     {"pre_tokenizer": split("a+")},
+    *(
+        {"pre_tokenizer": split(PRE_TOKENIZERS[name].patterns[place])}
+        for name, place in (("tiny_aya", 0), ("superbpe", 1))
+    ),
     {"pre_tokenizer": sequence("pretokenizers", *[BYTES] * 4)},
     {"model": {"type": "WordPiece", "max_input_chars_per_word": 10**9}},
     {"added_tokens": [{"id": 1, "content": "<mask>", "lstrip": True}]},
@@ -156,6 +160,7 @@ BOUNDED = [
     *(
         {"pre_tokenizer": sequence("pretokenizers", *map(split, each.patterns), BYTES)}
         for each in PRE_TOKENIZERS.values()
+        if each.is_linear
     ),
     # Qwen 2 and 3, and Llama 3, as in their tokenizer.json.
     *(

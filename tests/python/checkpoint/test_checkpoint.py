@@ -94,6 +94,54 @@ def test_open_checkpoint_shards_give_equal_tensors(llama_folder: Path, tmp_path:
         np.testing.assert_array_equal(one.tensor.raw, other.tensor.raw)
 
 
+def renamed(name: str, prefix: str, *, head: str) -> str:
+    """Return the name with `prefix` for `model.`, or with `head` before the head."""
+    if name.startswith("model."):
+        return prefix + name.removeprefix("model.")
+    return head + name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("", ""),
+        ("language_model.model.", "language_model."),
+        ("model.language_model.", ""),
+        ("language_model.", "language_model."),
+        ("transformer.", ""),
+        ("model.model.", "model."),
+        ("_orig_mod.model.", "_orig_mod."),
+        ("base_model.model.model.", "base_model.model."),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+def test_open_checkpoint_names_with_other_prefixes_are_the_same_tensors(
+    prefix: str, head: str, tied: bool, tmp_path: Path
+) -> None:
+    tiny = TinyModel("x", "Qwen3", {"tie_word_embeddings": tied})
+    folder = save_model(make_model(tiny), tmp_path)
+    usual = open_checkpoint(folder)
+    path = folder / "model.safetensors"
+    tensors = {renamed(key, prefix, head=head): value for key, value in load_file(path).items()}
+    assert ("lm_head.weight" in "".join(tensors)) != tied
+    save_file(tensors, path, metadata={"format": "pt"})
+    change_config(folder, architectures=["Qwen3Model"] if tied else ["Qwen3ForCausalLM"])
+    other = open_checkpoint(folder)
+    assert other.config == usual.config and other.family is usual.family
+    for one, two in zip(usual.tensors, other.tensors, strict=True):
+        assert one.name == two.name
+        np.testing.assert_array_equal(one.tensor.raw, two.tensor.raw)
+
+
+def test_open_checkpoint_two_tensors_of_one_name_are_refused(copy_of_llama: Path) -> None:
+    path = copy_of_llama / "model.safetensors"
+    tensors = {renamed(key, "a.", head=""): value for key, value in load_file(path).items()}
+    tensors["model.norm.weight"] = tensors["a.norm.weight"].copy()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelFormatError, match=r"norm\.weight are both model\.norm\.weight"):
+        open_checkpoint(copy_of_llama)
+
+
 def test_cache_dtype_follows_stored_dtype(tmp_path: Path) -> None:
     import torch
 

@@ -231,6 +231,40 @@ def test_open_checkpoint_gguf_unsupported_metadata_is_rejected(
         open_checkpoint(tmp_path / "m.gguf")
 
 
+# Keys that llama.cpp's converters write as one value, or as one for each layer, and their values.
+LAYER_KEYS = {
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": 160,
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+}
+
+
+def test_open_checkpoint_gguf_equal_values_of_layers_are_one_value(tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    layers = model.config.num_hidden_layers
+    assert layers > 1
+    write_gguf(model, tmp_path / "one.gguf")
+    one = open_checkpoint(tmp_path / "one.gguf").config
+    arrays: dict[str, Any] = {key: [value] * layers for key, value in LAYER_KEYS.items()}
+    write_gguf(model, tmp_path / "arrays.gguf", extra=arrays)
+    assert open_checkpoint(tmp_path / "arrays.gguf").config == one
+
+
+@pytest.mark.parametrize("key", LAYER_KEYS)
+def test_open_checkpoint_gguf_other_values_of_layers_are_refused(key: str, tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    layers, value = model.config.num_hidden_layers, LAYER_KEYS[key]
+    for values, message in (
+        ([value] * (layers - 1) + [2 * value], f"{key} is .*. It must be the same in all layers"),
+        ([value] * (layers + 1), f"{key} has {layers + 1} values. It must have one for each layer"),
+    ):
+        write_gguf(model, tmp_path / "m.gguf", extra={key: values})
+        with pytest.raises(ModelFormatError, match=message):
+            open_checkpoint(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("pattern", "good"),
     [

@@ -347,6 +347,16 @@ def test_a_model_with_pictures_loads_its_text_part(
     assert f"only the text part of {architecture} is loaded" in caplog.text
 
 
+def test_names_without_model_have_the_same_scores(tmp_path: Path) -> None:
+    model = make_model(TinyModel("x", "Qwen3", {"tie_word_embeddings": True}))
+    folder, ids = save_model(model, tmp_path), prompt(80)
+    path = folder / "model.safetensors"
+    tensors = {key.removeprefix("model."): value for key, value in load_file(path).items()}
+    assert {"embed_tokens.weight", "norm.weight"} <= tensors.keys()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "llama4-top2-no-norm"])
 def test_prefix_hits_preserve_the_answer(name: str, tmp_path: Path) -> None:
     # Several ropes, and chunks that do and do not begin at the edges of blocks.

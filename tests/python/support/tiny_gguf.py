@@ -105,11 +105,13 @@ def start_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in (extra or {}).items():
+        writer.kv_data[0].pop(f"{arch}.{key}", None)
         add = {
             str: writer.add_string,
             float: writer.add_float32,
             int: writer.add_uint32,
             bool: writer.add_bool,
+            list: writer.add_array,
         }
         add[type(value)](f"{arch}.{key}", value)
     write_tokenizer(writer)

@@ -1,0 +1,1 @@
+"""What files beside the vocabulary state about its tokens."""
