@@ -18,7 +18,7 @@ from lmdeploy.kv_store.store import BlockStore, StoreError
 logger = logging.getLogger("lmdeploy")
 
 _PAUSE_SECONDS = 10.0  # after an error of the store
-_FETCH_SECONDS = 1.0  # for all blocks of a prompt, and more for those that arrived:
+_FETCH_SECONDS = 0.5  # for all blocks of a prompt, and more for those that arrived:
 _READ_BYTES_PER_SECOND = 16 << 20
 _MAX_FETCHES = 8  # at once; those that hang count
 _POLL_SECONDS = 0.1

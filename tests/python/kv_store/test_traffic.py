@@ -169,7 +169,7 @@ def test_a_store_that_is_down_is_left_alone_for_a_while(
     traffic.close()
 
 
-@pytest.mark.parametrize(("seconds", "num_blocks"), [(0.0, 0), (0.4, 2)], ids=["hangs", "slow"])
+@pytest.mark.parametrize(("seconds", "num_blocks"), [(0.0, 0), (0.2, 2)], ids=["hangs", "slow"])
 def test_all_blocks_of_a_prompt_share_one_deadline(
     full_store: MemoryStore, seconds: float, num_blocks: int
 ) -> None:
@@ -177,7 +177,7 @@ def test_all_blocks_of_a_prompt_share_one_deadline(
     full_store.seconds, full_store.hangs = seconds, not seconds
     begin = time.monotonic()
     assert traffic.fetch(Cache(), TOKENS, salt=SALT) == num_blocks
-    assert 0.9 < time.monotonic() - begin < 1.3
+    assert 0.4 < time.monotonic() - begin < 0.8
     assert traffic.stats.errors == 1
     begin = time.monotonic()
     assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 0  # the store rests

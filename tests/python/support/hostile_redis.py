@@ -54,7 +54,7 @@ class HostileRedis:
         elif self.behavior == "hang":
             self.closing.wait()
         elif self.behavior == "trickle":
-            connection.sendall(b"$40\r\n")
+            connection.sendall(b"$40000\r\n")
             while not self.closing.wait(0.05):
                 connection.sendall(b"0")
         else:
