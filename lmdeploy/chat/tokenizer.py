@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.errors import ModelFormatError, UnavailableError
 from lmdeploy.base.files import parse_json_object, read_json_object
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
     from tokenizers import Tokenizer as Backend
 
-    from lmdeploy.chat.bounded.process import TokenizerProcess
+    from lmdeploy.chat.bounded.process import TokenizerPool
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
@@ -73,6 +73,8 @@ def library_errors(convert: Callable[[str], Exception]) -> Iterator[None]:
     """
     try:
         yield
+    except UnavailableError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -99,7 +101,7 @@ class Tokenizer:
         eos_ids: ids that end an answer.
         bos_id: the id at the beginning of a text, or None.
         strip_first_space: remove the first space of decoded text (SentencePiece).
-        process: tokenizes instead of the backend, whose settings are not known to be fast.
+        pool: tokenizes instead of the backend, whose settings are not known to be fast.
     """
 
     def __init__(
@@ -109,10 +111,10 @@ class Tokenizer:
         eos_ids: Sequence[int],
         bos_id: int | None = None,
         strip_first_space: bool | None = None,
-        process: TokenizerProcess | None = None,
+        pool: TokenizerPool | None = None,
     ) -> None:
         self._backend = backend
-        self._process = process
+        self._pool = pool
         self.eos_ids = list(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         pieces, strip = _bytes_of_tokens(backend)
@@ -158,7 +160,7 @@ class Tokenizer:
         """Return the ids of `text`. Special tokens that are spelled in it are recognized.
 
         `add_special` adds the special tokens around a text (BOS). A rendered chat template already
-        has them. Raise OptionError if the library fails.
+        has them. Raise OptionError if the library fails, and UnavailableError as TokenizerPool.
         """
         with library_errors(_cannot_tokenize):
             try:
@@ -167,14 +169,19 @@ class Tokenizer:
                 return self._encode(without_surrogates(text), add_special)
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
-        if self._process is not None:
-            return self._process.encode(text, add_special)
+        if self._pool is not None:
+            return self._pool.encode(text, add_special)
         if len(text) < _LONG_TEXT:
             encoding = self._backend.encode(text, add_special_tokens=add_special)
         else:  # only the batch call releases the GIL
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
         ids: list[int] = encoding.ids
         return ids
+
+    def close(self) -> None:
+        """End the processes that tokenize, if there are any. Texts cannot be encoded afterwards."""
+        if self._pool is not None:
+            self._pool.close()
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD. Raise ValueError for a bad id."""
@@ -296,7 +303,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             f"{folder}: tokenizer.json is missing. Other tokenizer files (tokenizer.model, "
             "vocab.txt) are not supported. Save the tokenizer in its fast form."
         )
-    backend, process = _backend_from_file(path)
+    backend, pool = _backend_from_file(path)
     configs = [
         read_json_object(folder / name, _MAX_CONFIG_BYTES)
         for name in ("generation_config.json", "config.json")
@@ -320,7 +327,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         backend,
         eos_ids=[*eos_ids, *end_of_turn_ids(backend)],
         bos_id=bos_ids[0] if bos_ids else None,
-        process=process,
+        pool=pool,
     )
 
 
@@ -337,11 +344,11 @@ def end_of_turn_ids(backend: Backend) -> list[int]:
     return [special[text] for text in ends if text in special]
 
 
-def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
-    """Return the tokenizer, and the process that tokenizes if its settings may be slow."""
+def _backend_from_file(path: Path) -> tuple[Backend, TokenizerPool | None]:
+    """Return the tokenizer, and the processes that tokenize if its settings may be slow."""
     from tokenizers import Tokenizer as BackendClass
 
-    from lmdeploy.chat.bounded.process import TokenizerProcess
+    from lmdeploy.chat.bounded.process import TokenizerPool
     from lmdeploy.chat.bounded.settings import is_bounded
 
     settings = read_json_object(path, _MAX_TOKENIZER_BYTES)
@@ -352,13 +359,13 @@ def _backend_from_file(path: Path) -> tuple[Backend, TokenizerProcess | None]:
     with library_errors(not_a_tokenizer):
         if is_bounded(settings):
             backend: Backend = BackendClass.from_file(str(path))
-            process = None
+            pool = None
         else:
-            process = TokenizerProcess(path)
+            pool = TokenizerPool(path)
             backend = BackendClass.from_str(json.dumps(_vocabulary_only(settings)))
     backend.no_padding()
     backend.no_truncation()
-    return backend, process
+    return backend, pool
 
 
 def _vocabulary_only(settings: dict[str, Any]) -> dict[str, Any]:
