@@ -1,4 +1,4 @@
-"""The error that all readers of model files raise."""
+"""The error that all readers of model files raise, and the one of a part that cannot serve now."""
 
 _MAX_CHARS = 600
 
@@ -12,3 +12,7 @@ class ModelFormatError(ValueError):
     def __init__(self, message: str) -> None:
         line = "".join(char if char.isprintable() else "\ufffd" for char in message)
         super().__init__(line if len(line) <= _MAX_CHARS else f"{line[:_MAX_CHARS]} ...")
+
+
+class UnavailableError(RuntimeError):
+    """A part of the server that cannot serve a request now. The same request may succeed later."""

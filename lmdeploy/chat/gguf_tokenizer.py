@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from lmdeploy.chat.tokenizer import Tokenizer, library_errors, process_of
+from lmdeploy.chat.tokenizer import Tokenizer, library_errors, pool_of
 from lmdeploy.chat.vocabulary.end_tokens import end_ids
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         eos_ids=end_ids(backend, [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]),
         bos_id=bos_id,
         strip_first_space=kind == "llama" and vocabulary.flag("add_space_prefix", True),
-        process=None if is_linear else process_of(json.loads(backend.to_str())),
+        pool=None if is_linear else pool_of(json.loads(backend.to_str())),
     )
 
 

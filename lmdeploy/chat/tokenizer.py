@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.errors import ModelFormatError, UnavailableError
 from lmdeploy.base.files import parse_json_object, read_json_object
 from lmdeploy.chat.vocabulary.added_tokens import (
     StatedTokens,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
     from tokenizers import Tokenizer as Backend
 
-    from lmdeploy.chat.bounded.process import TokenizerProcess
+    from lmdeploy.chat.bounded.process import TokenizerPool
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
@@ -70,6 +70,8 @@ def library_errors(convert: Callable[[str], Exception]) -> Iterator[None]:
     """
     try:
         yield
+    except UnavailableError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -96,7 +98,7 @@ class Tokenizer:
         eos_ids: ids that end an answer.
         bos_id: the id at the beginning of a text, or None.
         strip_first_space: remove the first space of decoded text (SentencePiece).
-        process: tokenizes instead of the backend, whose settings are not known to be fast.
+        pool: tokenizes instead of the backend, whose settings are not known to be fast.
     """
 
     def __init__(
@@ -106,10 +108,10 @@ class Tokenizer:
         eos_ids: Sequence[int],
         bos_id: int | None = None,
         strip_first_space: bool | None = None,
-        process: TokenizerProcess | None = None,
+        pool: TokenizerPool | None = None,
     ) -> None:
         self._backend = backend
-        self._process = process
+        self._pool = pool
         self.eos_ids = list(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         pieces, strip = _bytes_of_tokens(backend)
@@ -155,7 +157,7 @@ class Tokenizer:
         """Return the ids of `text`. Special tokens that are spelled in it are recognized.
 
         `add_special` adds the special tokens around a text (BOS). A rendered chat template already
-        has them. Raise OptionError if the library fails.
+        has them. Raise OptionError if the library fails, and UnavailableError as TokenizerPool.
         """
         with library_errors(_cannot_tokenize):
             try:
@@ -164,14 +166,19 @@ class Tokenizer:
                 return self._encode(without_surrogates(text), add_special)
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
-        if self._process is not None:
-            return self._process.encode(text, add_special)
+        if self._pool is not None:
+            return self._pool.encode(text, add_special)
         if len(text) < _LONG_TEXT:
             encoding = self._backend.encode(text, add_special_tokens=add_special)
         else:  # only the batch call releases the GIL
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
         ids: list[int] = encoding.ids
         return ids
+
+    def close(self) -> None:
+        """End the processes that tokenize, if there are any. Texts cannot be encoded afterwards."""
+        if self._pool is not None:
+            self._pool.close()
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD. Raise ValueError for a bad id."""
@@ -294,7 +301,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             "vocab.txt) are not supported. Save the tokenizer in its fast form."
         )
     stated = read_stated_tokens(folder)
-    backend, process = _backend_from_file(path, stated)
+    backend, pool = _backend_from_file(path, stated)
     configs = [
         read_json_object(folder / name, _MAX_CONFIG_BYTES)
         for name in ("generation_config.json", "config.json")
@@ -313,15 +320,15 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         backend,
         eos_ids=end_ids(backend, eos_ids),
         bos_id=bos_ids[0] if bos_ids else None,
-        process=process,
+        pool=pool,
     )
 
 
-def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, TokenizerProcess | None]:
-    """Return the tokenizer, and the process that tokenizes if its settings may be slow."""
+def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, TokenizerPool | None]:
+    """Return the tokenizer, and the processes that tokenize if its settings may be slow."""
     from tokenizers import Tokenizer as BackendClass
 
-    from lmdeploy.chat.bounded.process import TokenizerProcess
+    from lmdeploy.chat.bounded.process import TokenizerPool
     from lmdeploy.chat.bounded.settings import is_bounded
 
     settings = read_json_object(path, _MAX_TOKENIZER_BYTES)
@@ -333,9 +340,9 @@ def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, Token
         added = merged_tokens(settings, stated)
         is_whole = added == (settings.get("added_tokens") or [])
         settings["added_tokens"] = added
-        process = None
+        pool = None
         if not is_bounded(settings):
-            process = TokenizerProcess(path) if is_whole else process_of(settings)
+            pool = TokenizerPool(path) if is_whole else pool_of(settings)
             settings = _vocabulary_only(settings)
             is_whole = False
         backend: Backend = (
@@ -345,23 +352,23 @@ def _backend_from_file(path: Path, stated: StatedTokens) -> tuple[Backend, Token
         )
     backend.no_padding()
     backend.no_truncation()
-    return backend, process
+    return backend, pool
 
 
-def process_of(settings: dict[str, Any]) -> TokenizerProcess:
-    """Return a process that reads the settings from a file, which exists as long as the process."""
-    from lmdeploy.chat.bounded.process import TokenizerProcess
+def pool_of(settings: dict[str, Any]) -> TokenizerPool:
+    """Return processes that read the settings from a file, which exists as long as the pool."""
+    from lmdeploy.chat.bounded.process import TokenizerPool
 
     folder = tempfile.mkdtemp(prefix="lmdeploy-")
     try:
         path = Path(folder) / "tokenizer.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
-        process = TokenizerProcess(path)
+        pool = TokenizerPool(path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    weakref.finalize(process, shutil.rmtree, folder, ignore_errors=True)
-    return process
+    weakref.finalize(pool, shutil.rmtree, folder, ignore_errors=True)
+    return pool
 
 
 def _vocabulary_only(settings: dict[str, Any]) -> dict[str, Any]:

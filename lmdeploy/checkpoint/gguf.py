@@ -21,7 +21,7 @@ from lmdeploy.checkpoint.tensor_plan import (
     stored_dtype,
 )
 from lmdeploy.models import family_of_gguf
-from lmdeploy.models.config_reader import ConfigReader, MetadataReader
+from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader, MetadataReader
 from lmdeploy.models.decoder_config import DecoderConfig, RopeSettings
 from lmdeploy.models.experts import MAX_WIDTH, TensorLocation, moe_from_gguf
 from lmdeploy.models.family import (
@@ -103,7 +103,7 @@ def _config_from_gguf(
         raise reader.refuse(f"{key} is {rotated}. It must be even.")
     if not reader.flag(f"{prefix}.attention.causal", default=True):
         raise reader.refuse(f"{prefix}.attention.causal is false. It must be true.")
-    max_position = reader.integer(f"{prefix}.context_length")
+    max_position = reader.integer(f"{prefix}.context_length", high=MAX_POSITION)
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
     # Layers that predict several tokens at once follow the others. They are not used.
     layers -= reader.integer(f"{prefix}.nextn_predict_layers", default=0, low=0, high=layers - 1)
@@ -200,7 +200,7 @@ def _longrope(
         kind="longrope",
         factor=1.0,
         original_max_position=reader.integer(
-            f"{scaling}.original_context_length", default=config.max_position
+            f"{scaling}.original_context_length", default=config.max_position, high=MAX_POSITION
         ),
         attention_factor=reader.number(f"{scaling}.attn_factor", default=1.0, low=1e-3),
         freq_factors=short,

@@ -27,7 +27,7 @@ from lmdeploy.checkpoint.tensor_plan import (
     stored_dtype,
 )
 from lmdeploy.models import family_of_hf
-from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import MAX_WIDTH
 from lmdeploy.models.family import ModelFamily
@@ -191,7 +191,7 @@ def config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
         )
     if not reader.flag("is_causal", default=True):
         raise reader.refuse("is_causal is false. It must be true.")
-    max_position = reader.integer("max_position_embeddings", default=2048)
+    max_position = reader.integer("max_position_embeddings", default=2048, high=MAX_POSITION)
     layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
     moe = family.experts.settings(reader, layers) if family.experts else None
     if family.ropes is not None:

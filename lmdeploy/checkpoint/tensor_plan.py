@@ -118,6 +118,14 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
         )
     if config.head_dim % 16:
         raise reader.refuse(f"head_dim is {config.head_dim}. It must be a multiple of 16.")
+    for rope in config.ropes:
+        half = (rope.dim or config.head_dim) // 2
+        for factors in (rope.freq_factors, rope.long_factors):
+            if factors and len(factors) != half:
+                raise reader.refuse(
+                    f"RoPE has {len(factors)} factors of longrope (short_factor, long_factor). "
+                    f"They must be {half} for the {2 * half} rotated values of a head."
+                )
     if config.moe is not None:
         experts = config.moe.num_experts
         if config.moe.top_k > experts:

@@ -10,6 +10,7 @@ from lmdeploy.base.checks import OptionError, check_int, refuse
 
 FLAG = "--kv-events-config"
 _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
+_MAX_TOPIC_CHARS = 256
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,13 @@ class KvEventsConfig:
         endpoint: ZeroMQ address of the PUB socket, which is bound. vLLM's default is tcp://*:5557.
         replay_endpoint: address of the ROUTER socket that repeats batches. None opens none.
         buffer_steps: number of the last batches that can be repeated.
-        hwm: number of batches that ZeroMQ queues for a slow subscriber.
+            They take at most 64 MiB.
+        hwm: number of batches that ZeroMQ queues for a slow subscriber. They take at most 64 MiB.
         topic: first part of each message.
+        curve_secret_key: file of the key pair of CURVE, as zmq.auth.create_certificates writes it.
+            Both sockets then encrypt, and clients need the public key. None does not encrypt.
+        curve_client_keys: folder of the public keys (*.key) of the clients that are admitted. None
+            admits every client that has the public key of the server.
     """
 
     endpoint: str = "tcp://127.0.0.1:5557"
@@ -29,6 +35,8 @@ class KvEventsConfig:
     buffer_steps: int = 10_000
     hwm: int = 100_000
     topic: str = ""
+    curve_secret_key: str | None = None
+    curve_client_keys: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("endpoint", "replay_endpoint"):
@@ -40,8 +48,15 @@ class KvEventsConfig:
                 raise refuse(name, value, wanted=wanted, flag=FLAG)
         for name in ("buffer_steps", "hwm"):
             check_int(name, getattr(self, name), low=1, high=1 << 24, flag=FLAG)
-        if not isinstance(self.topic, str):
-            raise refuse("topic", self.topic, wanted="a string", flag=FLAG)
+        if not isinstance(self.topic, str) or len(self.topic) > _MAX_TOPIC_CHARS:
+            wanted = f"a string of at most {_MAX_TOPIC_CHARS} characters"
+            raise refuse("topic", self.topic, wanted=wanted, flag=FLAG)
+        for name in ("curve_secret_key", "curve_client_keys"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise refuse(name, value, wanted="a path", flag=FLAG)
+        if self.curve_client_keys is not None and self.curve_secret_key is None:
+            raise OptionError("curve_client_keys", f"needs curve_secret_key ({FLAG}).")
 
 
 def parse_kv_events(value: str | dict[str, Any] | KvEventsConfig | None) -> KvEventsConfig | None:

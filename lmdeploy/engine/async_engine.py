@@ -323,6 +323,7 @@ class AsyncEngine:
         with self._close_lock:
             if not self._closed:
                 self._closing.set()
+                self.loaded.tokenizer.close()
                 if self._recorder is not None:
                     self._recorder.traffic.close()
                 if not self.is_sleeping:

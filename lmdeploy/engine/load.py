@@ -139,7 +139,9 @@ def load_engine_with(
     if template is None and chat_format.splits_answers:
         logger.warning("messages %s", NO_TEMPLATE)
     identity = identity_of_cache(model_path, config, files=files, kv=kv)
-    traffic = None if start_core is not None else open_traffic(config, identity, kv=kv)
+    traffic = None
+    if start_core is None:
+        traffic = open_traffic(config, identity, kv=kv, model=files.info.config)
     publisher = None if start_core is not None else open_publisher(config)
     events = None if publisher is None else publisher.events
     engine_config.prefix_events = events

@@ -285,7 +285,11 @@ def _with_dynamic_rope(checkpoint: Checkpoint, factor: float) -> Checkpoint:
 
 def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> ModelInfo:
     mapped = [planned for planned in checkpoint.tensors if planned.mapped and not copied]
-    config = checkpoint.config.to_engine(cache_dtype(checkpoint.stored_dtype, dtype, exact=exact))
+    value_type = cache_dtype(checkpoint.stored_dtype, dtype, exact=exact)
+    try:
+        config = checkpoint.config.to_engine(value_type)
+    except ValueError as error:
+        raise ModelFormatError(f"{checkpoint.path}: {error}.") from None
     kinds = {planned.name.split(".", 2)[-1] for planned in checkpoint.tensors}
     config.k_bias = "k.bias" in kinds and "k_norm" not in kinds
     return ModelInfo(

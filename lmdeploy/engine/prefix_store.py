@@ -14,6 +14,7 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.weight_format_options import parse_weight_format
 
 if TYPE_CHECKING:
+    from lmdeploy._turbomind import ModelConfig
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import ModelFiles
     from lmdeploy.kv_store.events import KvEventPublisher
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # The version of the bytes of a block (src/turbomind/kv/layout.h, codec.h). Raise it with them.
 _LAYOUT_VERSION = 1
+_MAX_VALUE_BYTES = 4  # of one value of K or V in any format, with its part of the scales
 
 
 def identity_of_cache(
@@ -87,7 +89,11 @@ def open_publisher(config: TurbomindEngineConfig) -> KvEventPublisher | None:
 
 
 def open_traffic(
-    config: TurbomindEngineConfig, identity: Callable[[], dict[str, Any]], *, kv: KvOptions
+    config: TurbomindEngineConfig,
+    identity: Callable[[], dict[str, Any]],
+    *,
+    kv: KvOptions,
+    model: ModelConfig,
 ) -> PrefixTraffic | None:
     """Open the store of the options. Return None if there is none.
 
@@ -102,10 +108,13 @@ def open_traffic(
     store = open_store(config.kv_store)
     secret = read_secret(config.kv_store_key, beside=store.folder)
     block_tokens = config.cache_block_seq_len
+    # K and V of a layer and, while the block is recent, their copies in the window.
+    values_per_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     return PrefixTraffic(
         store,
         BlockKeys(secret, identity(), block_tokens=block_tokens),
         block_tokens=block_tokens,
+        max_block_bytes=block_tokens * values_per_token * _MAX_VALUE_BYTES,
         late_blocks=max(kv.recent_tokens, 0) // block_tokens + 2,
     )
 

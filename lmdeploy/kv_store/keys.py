@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lmdeploy.base.checks import show
+from lmdeploy.base.files import open_regular_file
 
 KEY_VARIABLE = "LMDEPLOY_KV_STORE_KEY"
 _MIN_SECRET_BYTES = 16
@@ -98,12 +99,9 @@ def read_secret(path: str | None, *, beside: Path | None) -> bytes:
 
 
 def _read(file: Path) -> bytes:
-    try:
-        with file.open("rb") as source:
-            mode = os.fstat(source.fileno()).st_mode
-            data = source.read(_MAX_SECRET_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"The key file {file} cannot be read: {error.strerror}.") from None
+    with open_regular_file(file) as (descriptor, _):
+        mode = os.fstat(descriptor).st_mode
+        data = os.read(descriptor, _MAX_SECRET_BYTES + 1)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(f"Others can read the key file {file}. Run: chmod 600 {file}")
     return _checked(data.strip(), f"The key file {file}")

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+_MAX_REASON = 200  # characters
+
 
 class StoreError(Exception):
-    """A store that is down, slow or full."""
+    """A store that is down, slow, full, or answers nonsense."""
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Raise StoreError for any exception, because the peer decides what a client package raises."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"{type(error).__name__}: {error}"[:_MAX_REASON]) from None
 
 
 @dataclass(frozen=True)
@@ -29,8 +43,8 @@ class BlockStore(Protocol):
         """Return the folder of a store on this machine, or None."""
         ...
 
-    def get(self, name: str) -> bytes | None:
-        """Return a value, or None if there is none."""
+    def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """Return a value of at most `max_bytes`, or None if there is none."""
         ...
 
     def put(self, name: str, value: bytes) -> None:

@@ -18,6 +18,12 @@ from lmdeploy.kv_store.store import BlockStore, StoreError
 logger = logging.getLogger("lmdeploy")
 
 _PAUSE_SECONDS = 10.0  # after an error of the store
+_FETCH_SECONDS = 0.5  # for all blocks of a prompt, and more for those that arrived:
+_READ_BYTES_PER_SECOND = 16 << 20
+_MAX_FETCHES = 8  # at once; those that hang count
+_POLL_SECONDS = 0.1
+_CLOSE_SECONDS = 1.0
+_SEAL_BYTES = 64 << 10  # of a value beside the copies of its block, with their padding
 _WRITE_BYTES_PER_SECOND = 64 << 20
 _MAX_WAITING = 256  # prefixes to write; the oldest are dropped
 _MAX_KNOWN = 1 << 16  # blocks that this process need not write again
@@ -68,6 +74,24 @@ class _Known:
         return pools if time.monotonic() - since < _KNOWN_SECONDS else None
 
 
+class _Fetch:
+    """The blocks read for one prompt, and the deadline of all of them."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[bytes]] = []
+        self.done = threading.Event()
+        self.is_over = False  # nobody waits any more
+        self._end = time.monotonic() + _FETCH_SECONDS
+
+    def add(self, copies: list[bytes]) -> None:
+        """Add an authentic block, whose size extends the deadline."""
+        self._end += sum(map(len, copies)) / _READ_BYTES_PER_SECOND
+        self.blocks.append(copies)
+
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+
 class PrefixTraffic:
     """The connection between one engine and one store.
 
@@ -76,11 +100,18 @@ class PrefixTraffic:
     """
 
     def __init__(
-        self, store: BlockStore, keys: BlockKeys, *, block_tokens: int, late_blocks: int
+        self,
+        store: BlockStore,
+        keys: BlockKeys,
+        *,
+        block_tokens: int,
+        max_block_bytes: int,
+        late_blocks: int,
     ) -> None:
         """Start the thread that writes.
 
         Args:
+            max_block_bytes: of all copies of a block. The store returns no larger value.
             late_blocks: the last blocks of a stored prefix that may get another copy later, when
                 they leave the window.
         """
@@ -88,7 +119,9 @@ class PrefixTraffic:
         self._store = store
         self._keys = keys
         self._block_tokens = block_tokens
+        self._max_block_bytes = max_block_bytes + _SEAL_BYTES
         self._late_blocks = late_blocks
+        self._readers = threading.BoundedSemaphore(_MAX_FETCHES)
         self._known = _Known()
         self._lock = threading.Lock()  # of _known and stats
         self._resumes_at = 0.0
@@ -111,7 +144,8 @@ class PrefixTraffic:
     def fetch(self, cache: PrefixCache, prompt: list[int], *, salt: bytes) -> int:
         """Copy blocks of a prompt from the store to the engine. Return their number.
 
-        It stops at the first missing block, and when reading takes longer than computing would.
+        It stops at the first missing block, when reading takes longer than computing would, and at
+        the deadline of _Fetch. No error of the store leaves it.
         """
         # The last token is always computed.
         names = self._keys.names(prompt[:-1], salt)
@@ -119,22 +153,14 @@ class PrefixTraffic:
             return 0
         first = cache.cached_tokens(prompt, salt) // self._block_tokens
         begin = time.monotonic()
-        blocks: list[list[bytes]] = []
-        for name in names[first:]:
-            limit = self._compute_seconds
-            if limit is not None and time.monotonic() - begin > limit * (len(blocks) + 1):
-                break
-            copies = self._read(name)
-            if copies is None:
-                break
-            blocks.append(copies)
+        blocks = self._read_blocks(names[first:])
         with self._lock:
             self.stats.read_seconds += time.monotonic() - begin
         if not blocks:
             return 0
         try:
             return cache.import_prefix(prompt, first=first, blocks=blocks, salt=salt)
-        except ValueError as error:  # sealed with the secret, but of another size
+        except Exception as error:  # sealed with the secret, but of another size
             logger.warning("The KV store has unusable blocks: %s", error)
             with self._lock:
                 self.stats.rejected += 1
@@ -168,14 +194,57 @@ class PrefixTraffic:
                 self._waiting.put_nowait(None)
             except queue.Full:
                 logger.debug("Prefixes wait for the KV store; they are dropped.")
-            self._writer.join()
-            self._store.close()
+            self._writer.join(_CLOSE_SECONDS)  # a store that hangs must not delay the end
+            try:
+                self._store.close()
+            except Exception as error:
+                logger.debug("The KV store was not closed: %s", error)
+
+    def _read_blocks(self, names: list[str]) -> list[list[bytes]]:
+        """Return the first blocks of `names` that the store has.
+
+        Another thread reads them, because nothing can interrupt a file or a client that hangs.
+        """
+        fetch = _Fetch()
+        if not names or not self._readers.acquire(timeout=fetch.seconds_left()):
+            return []
+        args = (names, fetch)
+        try:
+            threading.Thread(target=self._run, args=args, name="kv-fetch", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            self._readers.release()
+            self._pause(error)
+            return []
+        while not fetch.done.wait(min(max(fetch.seconds_left(), 0.0), _POLL_SECONDS)):
+            is_late = fetch.seconds_left() <= 0
+            if is_late:
+                self._pause(StoreError("It did not answer in time"))
+            if is_late or self._closing.is_set():
+                fetch.is_over = True
+                break
+        return list(fetch.blocks)
+
+    def _run(self, names: list[str], fetch: _Fetch) -> None:
+        begin = time.monotonic()
+        try:
+            for name in names:
+                limit = self._compute_seconds
+                late = limit is not None and (
+                    time.monotonic() - begin > limit * (len(fetch.blocks) + 1)
+                )
+                copies = None if late or fetch.is_over else self._read(name)
+                if copies is None or fetch.is_over:
+                    break
+                fetch.add(copies)
+        finally:
+            self._readers.release()
+            fetch.done.set()
 
     def _read(self, name: str) -> list[bytes] | None:
         """Return the copies of a block, or None for a miss."""
         try:
-            value = self._store.get(name)
-        except StoreError as error:
+            value = self._store.get(name, max_bytes=self._max_block_bytes)
+        except Exception as error:
             self._pause(error)
             return None
         data = None if value is None else self._keys.open(name, value)
@@ -218,7 +287,7 @@ class PrefixTraffic:
             value = self._keys.seal(name, pack_copies(copies))
             try:
                 self._store.put(name, value)
-            except StoreError as error:
+            except Exception as error:
                 self._pause(error)
                 return
             with self._lock:
@@ -230,7 +299,7 @@ class PrefixTraffic:
     def _is_paused(self) -> bool:
         return time.monotonic() < self._resumes_at
 
-    def _pause(self, error: StoreError) -> None:
+    def _pause(self, error: Exception) -> None:
         with self._lock:
             self.stats.errors += 1
             if not self._is_paused():

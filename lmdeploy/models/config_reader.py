@@ -7,6 +7,7 @@ from lmdeploy.base.errors import ModelFormatError
 
 # The largest integer that a config may contain. It keeps products of sizes far from overflow.
 _MAX_INTEGER = (1 << 31) - 1
+MAX_POSITION = 1 << 30  # the largest position of the engine
 
 
 class ConfigReader:
@@ -80,12 +81,14 @@ class ConfigReader:
         return list(value)
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of integers >= 0, empty if the key is missing."""
+        """Return a list of integers in [0, 2^31), empty if the key is missing."""
         value = self._values.get(key)
         if value is None:
             return []
-        if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
-            self._refuse(key, value, wanted="a list of integers of at least 0")
+        if not isinstance(value, list) or not all(
+            type(i) is int and 0 <= i <= _MAX_INTEGER for i in value
+        ):
+            self._refuse(key, value, wanted=f"a list of integers from 0 to {_MAX_INTEGER}")
         return list(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from lmdeploy.models.gemma2 import (
     gemma_structure,
     gguf_gemma_structure,
 )
-from lmdeploy.models.rope import ropes_by_layer_type
+from lmdeploy.models.rope import LEAST_THETA, ropes_by_layer_type
 from lmdeploy.models.structure import Structure
 
 _PERIOD = 6
@@ -35,7 +35,8 @@ def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes
 
 def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
     local = RopeSettings(
-        theta=config.number(f"{prefix}.rope.freq_base_swa", default=10000.0, low=1.0), dim=rope.dim
+        theta=config.number(f"{prefix}.rope.freq_base_swa", default=10000.0, low=LEAST_THETA),
+        dim=rope.dim,
     )
     layers = range(config.integer(f"{prefix}.block_count"))
     return (rope, local), tuple(int((layer + 1) % _PERIOD != 0) for layer in layers)

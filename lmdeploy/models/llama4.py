@@ -1,6 +1,6 @@
 """Llama 4, text: attention in chunks, layers without RoPE, experts whose inputs are weighed."""
 
-from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings, RopeSettings
 from lmdeploy.models.experts import (
     GGUF_EXPERTS,
@@ -67,7 +67,7 @@ def _structure(config: ConfigReader) -> Structure:
     if config.flag("attn_temperature_tuning", default=True):
         temperature = QueryTemperature(
             beta=config.number("attn_scale", default=_BETA, high=1e3),
-            length=config.integer("floor_scale", default=_CHUNK),
+            length=config.integer("floor_scale", default=_CHUNK, high=MAX_POSITION),
             offset=1,
             without_rope=True,
         )

@@ -33,7 +33,10 @@ def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes
     """Return the RoPE, which turns `rotary_dim` values of a head if that is set."""
     rope = rope_from_hf(config, max_position)
     if config.has("rotary_dim"):
-        rope = replace(rope, dim=config.integer("rotary_dim", high=config.integer("head_dim")))
+        dim = config.integer("rotary_dim", high=config.integer("head_dim"))
+        if dim % 2:
+            raise config.refuse(f"rotary_dim is {dim}. It must be even.")
+        rope = replace(rope, dim=dim)
     return (rope,), ()
 
 

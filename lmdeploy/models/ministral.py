@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader
 from lmdeploy.models.family import ModelFamily, one_window, windows_by_type
 from lmdeploy.models.structure import QueryTemperature, Structure
 
@@ -33,7 +33,7 @@ def _structure(config: ConfigReader) -> Structure:
     return Structure(
         temperature=QueryTemperature(
             beta=rope.number("llama_4_scaling_beta", high=1e3),
-            length=rope.integer("original_max_position_embeddings"),
+            length=rope.integer("original_max_position_embeddings", high=MAX_POSITION),
         )
     )
 

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader
 from lmdeploy.models.decoder_config import RopeSettings
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OTHER_NAMES = {"su": "longrope", "mrope": "default"}  # mrope equals default for text
+LEAST_THETA = 1.01  # the engine needs more than 1 in FP32
 _DEFAULT_THETA = 10000.0
 _HF_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and of earlier versions
 
@@ -104,8 +105,9 @@ def _original_position(
     """
     if kind == "dynamic":
         return max_position
-    inner = rope.integer("original_max_position_embeddings", default=max_position)
-    return config.integer("original_max_position_embeddings", default=inner)
+    key, low = "original_max_position_embeddings", 2  # a logarithm of it divides
+    inner = rope.integer(key, default=max(max_position, low), low=low, high=MAX_POSITION)
+    return config.integer(key, default=inner, low=low, high=MAX_POSITION)
 
 
 def _rotated(config: ConfigReader, rope: ConfigReader) -> int:
@@ -140,7 +142,7 @@ def ropes_by_layer_type(
                 raise stated.refuse(f"{kind} is missing.")
             ropes.append(settings_from_hf(config, rope, max_position=max_position))
     else:
-        local = config.number(local_theta, default=_DEFAULT_THETA, low=1.0)
+        local = config.number(local_theta, default=_DEFAULT_THETA, low=LEAST_THETA)
         full = rope_from_hf(config, max_position)
         ropes = [full, RopeSettings(theta=local, dim=full.dim)]
     return tuple(ropes), tuple(int(kind == "sliding_attention") for kind in kinds)
@@ -160,7 +162,7 @@ def rope_from_gguf(
     function ignores yarn_attn_factor and derives the magnitude from the factor. Converters may copy
     that key from Hugging Face, and savers may write it by default.
     """
-    theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
+    theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=LEAST_THETA)
     if has_windows:
         _require_neutral(config, f"{prefix}.rope.freq_base_swa", neutral=theta)
     scaling = f"{prefix}.rope.scaling"
@@ -178,7 +180,9 @@ def rope_from_gguf(
     factor = 1.0 if kind == "none" else _gguf_factor(config, prefix)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return RopeSettings(theta=theta)
-    original = config.integer(f"{scaling}.original_context_length", default=max_position)
+    original = config.integer(
+        f"{scaling}.original_context_length", default=max_position, high=MAX_POSITION
+    )
     if kind == "linear":
         return RopeSettings(kind=kind, theta=theta, factor=factor, original_max_position=original)
     magnitude = _mscale(factor, 1.0) * config.number(
@@ -210,8 +214,8 @@ def _require_neutral(config: ConfigReader, key: str, *, neutral: float) -> None:
 
 
 def _theta(config: ConfigReader, rope: ConfigReader | None) -> float:
-    outer = config.number("rope_theta", default=_DEFAULT_THETA, low=1.0)
-    return outer if rope is None else rope.number("rope_theta", default=outer, low=1.0)
+    outer = config.number("rope_theta", default=_DEFAULT_THETA, low=LEAST_THETA)
+    return outer if rope is None else rope.number("rope_theta", default=outer, low=LEAST_THETA)
 
 
 def _mscale(factor: float, scale: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +32,8 @@ from lmdeploy.serve.routes.documentation import finish_schema
 from lmdeploy.serve.routes.web import PUBLIC_PATHS
 from lmdeploy.serve.state import ServerOptions, ServerState
 from lmdeploy.version import __version__
+
+_MAX_THREADS = 64  # of the event loop
 
 
 def make_app(
@@ -61,6 +64,10 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        # By default, a loop has as many threads as cores and four more, which slow texts and stores
+        # could occupy.
+        workers = ThreadPoolExecutor(_MAX_THREADS, "tm-worker")
+        asyncio.get_running_loop().set_default_executor(workers)
         yield
         await asyncio.to_thread(engine.close)
         if state.tracer is not None:

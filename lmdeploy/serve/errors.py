@@ -10,6 +10,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from lmdeploy.base.checks import ContextLengthError, OptionError
+from lmdeploy.base.errors import UnavailableError
 from lmdeploy.chat.tokenizer import without_surrogates
 from lmdeploy.engine.async_engine import EngineFailure
 
@@ -79,6 +80,8 @@ def to_api_error(error: Exception) -> ApiError:
             message = f"This model's maximum context length is {told.limit} tokens. However, {told}"
             return ApiError(400, message, param=told.field, code="context_length_exceeded")
         return ApiError(400, str(told), param=told.field)
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), retry_after=1)
     if isinstance(error, EngineFailure):
         return ApiError(503, str(error))
     logger.error("%s: %s", type(error).__name__, error)

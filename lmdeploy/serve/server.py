@@ -308,4 +308,6 @@ class GracefulServer(uvicorn.Server):
 
     async def _close_engine(self) -> None:
         await asyncio.sleep(self._grace)
+        # Texts that are being tokenized may occupy all threads of the loop.
+        self._engine.loaded.tokenizer.close()
         await asyncio.to_thread(self._engine.close)

@@ -6,6 +6,7 @@ activations are not used, because activations keep 16 bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ def fp8_tensor(parts: Parts, scale: str, *, block: tuple[int, int] | None = None
         raise parts.refuse(codes, f"The inputs must be a multiple of {BLOCK}.")
     scales = parts.any_shape(scale, formats=SCALE_FORMATS)
     if block is None:
-        count = int(np.prod(scales.shape))
+        count = math.prod(scales.shape)
         is_per_row = count == rows and scales.shape[0] == rows
         if count != 1 and not is_per_row:
             raise parts.refuse(
@@ -126,15 +127,16 @@ def fp8_tensor(parts: Parts, scale: str, *, block: tuple[int, int] | None = None
             )
         block = (1, cols) if is_per_row else (rows, cols)
     wanted = (-(-rows // block[0]), -(-cols // block[1]))
-    if int(np.prod(scales.shape)) != wanted[0] * wanted[1] or (
+    if math.prod(scales.shape) != wanted[0] * wanted[1] or (
         len(scales.shape) == 2 and scales.shape != wanted
     ):
         raise parts.refuse(
             scales, f"It must be {list(wanted)} for blocks of {block[0]} x {block[1]}."
         )
     scales = StoredTensor(scales.name, scales.format, wanted, scales.raw)
-    matrix = Fp8Matrix(cols=cols, block=block, codes=codes.raw, scales=scales)
     name = f"FP8 {block[0]}x{block[1]}"  # the hash of a model must cover the block
+    block = (min(block[0], rows), min(block[1], cols))  # scales are repeated over a block
+    matrix = Fp8Matrix(cols=cols, block=block, codes=codes.raw, scales=scales)
     return StoredTensor(codes.name, name, (rows, cols), codes.raw, matrix=matrix)
 
 

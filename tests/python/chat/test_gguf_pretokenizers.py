@@ -163,8 +163,8 @@ def test_tokens_are_whole_where_tokenizer_json_ignores_merges() -> None:
 def test_expressions_that_are_not_linear_run_in_a_process() -> None:
     for name, pre_tokenizer in PRE_TOKENIZERS.items():
         assert (name in ("tiny_aya", "superbpe")) != pre_tokenizer.is_linear
-    assert gguf_tokenizer("tiny_aya")._process is not None
-    assert gguf_tokenizer("llama4")._process is None
+    assert gguf_tokenizer("tiny_aya")._pool is not None
+    assert gguf_tokenizer("llama4")._pool is None
     assert PRE_TOKENIZERS["superbpe"].patterns[1] not in known_expressions()
     assert gguf_tokenizer("superbpe").decode(gguf_tokenizer("superbpe").encode("12 34")) == "12 34"
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 from tiny_models import byte_tokenizer
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.errors import ModelFormatError, UnavailableError
 from lmdeploy.chat.bounded import child
+from lmdeploy.chat.bounded import process as module
 from lmdeploy.chat.bounded.settings import is_bounded
 from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
 from lmdeploy.chat.tokenizer import Tokenizer, library_errors, tokenizer_from_folder
@@ -191,7 +195,7 @@ def test_process_gives_the_same_ids_and_grammar_as_the_library(tmp_path: Path) -
     fixed = {"type": "FixedLength", "length": 10**6}  # not known, and without effect
     pre_tokenizer = sequence("pretokenizers", fixed, settings()["pre_tokenizer"])
     other = load(tmp_path, pre_tokenizer=pre_tokenizer)
-    assert plain._process is None and other._process is not None
+    assert plain._pool is None and other._pool is not None
     for text in ("", "the rest", "<s>x</s>é中\r\n", "the rest " * 10_000, "\ud800"):
         for add_special in (True, False):
             assert other.encode(text, add_special) == plain.encode(text, add_special)
@@ -199,11 +203,112 @@ def test_process_gives_the_same_ids_and_grammar_as_the_library(tmp_path: Path) -
     assert other.grammar_tokenizer().vocab_size == plain.grammar_tokenizer().vocab_size
 
 
+FIXED = {"type": "FixedLength", "length": 3}  # not known
+SLOW = sequence("pretokenizers", BACKTRACKING, BYTES)
+
+
+def processes(tokenizer: Tokenizer) -> list[subprocess.Popen[bytes]]:
+    """Return the idle processes of a tokenizer, the next one last."""
+    assert tokenizer._pool is not None
+    found = [worker._process for worker in tokenizer._pool._idle]
+    assert all(found)
+    return [process for process in found if process is not None]
+
+
 def test_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 3})
-    process = tokenizer._process
-    assert process is not None
+    tokenizer = load(tmp_path, pre_tokenizer=FIXED)
     ids = tokenizer.encode("the rest")
-    process._process.kill()
-    process._process.wait()
+    for process in processes(tokenizer):
+        process.kill()
+        process.wait()
     assert tokenizer.encode("the rest") == ids
+    tokenizer.close()
+
+
+def test_process_that_stops_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load(tmp_path, pre_tokenizer=FIXED)
+    ids = tokenizer.encode("the rest")
+    monkeypatch.setattr(child, "MAX_SECONDS", 0.2)  # in this process only
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.2)
+    processes(tokenizer)[-1].send_signal(signal.SIGSTOP)
+    assert tokenizer.encode("the rest") == ids
+    tokenizer.close()
+    tokenizer = load(tmp_path, pre_tokenizer=FIXED)
+    for process in processes(tokenizer):
+        process.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(UnavailableError, match="The process of the tokenizer ended"):
+        tokenizer.encode("the rest")
+    assert 0.7 < time.monotonic() - begin < 2
+    monkeypatch.undo()
+    assert tokenizer.encode("the rest") == ids
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["", "_REPLY.pack(0, 3) + bytes(3)", "_REPLY.pack(0, 2**62)", "bytes(4)"],
+    ids=["nothing", "odd size", "huge size", "half a header"],
+)
+def test_process_that_answers_nonsense_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: str
+) -> None:
+    program = tmp_path / "child.py"
+    program.write_text(f"""
+import struct, sys
+_REPLY = struct.Struct("<BQ")
+sys.stdout.buffer.write(_REPLY.pack(0, 0))
+sys.stdout.buffer.flush()
+sys.stdin.buffer.read(9)
+sys.stdout.buffer.write({reply or 'b""'})
+""")
+    monkeypatch.setattr(child, "__file__", str(program))
+    tokenizer = load(tmp_path, pre_tokenizer=FIXED)
+    with pytest.raises(UnavailableError, match="The process of the tokenizer ended"):
+        tokenizer.encode("the rest")
+
+
+def test_slow_texts_delay_no_fast_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FAIR_SECONDS", 0.3)
+    tokenizer = load(tmp_path, pre_tokenizer=SLOW)
+    ids = tokenizer.encode("e")
+
+    def outcome(_: int) -> type[BaseException] | None:
+        try:
+            tokenizer.encode("a" * 1000)
+        except Exception as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(8) as threads:
+        one = threads.submit(outcome, 0)
+        time.sleep(0.1)
+        begin = time.monotonic()
+        assert tokenizer.encode("e") == ids  # another process is idle
+        assert time.monotonic() - begin < 0.3
+        more = [threads.submit(outcome, i) for i in range(7)]
+        time.sleep(1.0)
+        begin = time.monotonic()
+        assert tokenizer.encode("e") == ids
+        assert time.monotonic() - begin < 3  # a process that was ended is started again
+        tokenizer.close()
+        assert {task.result() for task in [one, *more]} <= {OptionError, UnavailableError}
+
+
+def test_closing_ends_a_slow_text(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, pre_tokenizer=SLOW)
+    children = processes(tokenizer)
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(tokenizer.encode, "a" * 1000)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        tokenizer.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            slow.result(timeout=5)
+        assert time.monotonic() - begin < 1
+    assert [process.wait(1) for process in children] == [-signal.SIGKILL] * 2
+    with pytest.raises(UnavailableError, match="closed"):
+        tokenizer.encode("e")
+    tokenizer.close()

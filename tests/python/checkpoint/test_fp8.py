@@ -39,7 +39,7 @@ class Fp8:
 
     config: dict[str, Any]
     scale_name: str = "weight_scale"
-    scale_shape: str = ""  # "", "1", "rows", "rows x 1" or "blocks"
+    scale_shape: str = ""  # "", "1", "1 x 1", "rows", "rows x 1" or "blocks"
     scale_dtype: torch.dtype = torch.float32
     unused: tuple[str, ...] = field(default=())
 
@@ -48,7 +48,8 @@ class Fp8:
         weight = weight.copy()
         weight[0, :2] = 0.0, -0.0
         rows, cols = weight.shape
-        height, width = {"": (rows, cols), "1": (rows, cols), "blocks": BLOCK}.get(
+        whole = (rows, cols)
+        height, width = {"": whole, "1": whole, "1 x 1": whole, "blocks": BLOCK}.get(
             self.scale_shape, (1, cols)
         )
         scales = np.empty((-(-rows // height), -(-cols // width)), np.float32)
@@ -82,6 +83,9 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)
 VARIANTS = {
     "blocks": Fp8(BLOCKS, "weight_scale_inv", "blocks"),
     "blocks-bf16": Fp8(BLOCKS, "weight_scale_inv", "blocks", torch.bfloat16),
+    "huge-block": Fp8(  # a block takes no memory beyond its matrix
+        {**BLOCKS, "weight_block_size": [2**31 - 1, 2**31 - 1]}, "weight_scale_inv", "1 x 1"
+    ),
     "tensor": Fp8({"quant_method": "fp8"}, unused=("input_scale",)),
     "tensor-1": Fp8({"quant_method": "fp8", "activation_scheme": "static"}, scale_shape="1"),
     "fbgemm": Fp8(
@@ -230,9 +234,9 @@ def test_open_checkpoint_inconsistent_fp8_tensor_is_rejected(
         ({"fmt": "e5m2"}, "fmt is 'e5m2'. It must be e4m3"),
         ({"weight_block_size": [48]}, r"weight_block_size is \[48\]. It must be two integers"),
         ({"weight_block_size": [48, 0]}, "must be two integers above 0"),
-        ({"weight_block_size": [-1, 1]}, "list of integers of at least 0"),
+        ({"weight_block_size": [-1, 1]}, "list of integers from 0"),
         ({"weight_block_size": None}, r"weight_scale_inv has shape .* It must have one scale, or"),
-        ({"weight_block_size": [1 << 40, 1]}, r"for blocks of 1099511627776 x 1"),
+        ({"weight_block_size": [1 << 30, 1]}, r"for blocks of 1073741824 x 1"),
     ],
 )
 def test_open_checkpoint_unsupported_fp8_is_rejected(

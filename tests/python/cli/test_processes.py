@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+from hostile_redis import hostile_redis
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 COMMAND = [sys.executable, "-m", "lmdeploy"]
@@ -60,6 +61,26 @@ def test_api_server_signal_ends_streams_and_process_without_errors(sent: signal.
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert "closed" in told[-1]["error"]["message"]
         end_quietly(server)
+
+
+@pytest.mark.parametrize("behavior", ["hang", "trickle"])
+def test_api_server_ends_in_time_while_its_store_hangs(tmp_path: Path, behavior: str) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("0123456789abcdef")
+    with hostile_redis(behavior) as store:
+        command = [*SERVER, "--session-len", "1024", "--kv-store", store.url]
+        with started([*command, "--kv-store-key", str(key)]) as (server, url):
+            body = {"model": "smollm2", "prompt": "a b c d " * 30, "max_tokens": 2}
+            with ThreadPoolExecutor(1) as thread:
+                reply = thread.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
+                assert store.asked.wait(10)
+                server.send_signal(signal.SIGTERM)
+                begin = time.monotonic()
+                server.communicate(timeout=30)
+                assert time.monotonic() - begin < 3
+                assert server.returncode == 0
+                assert reply.result().status_code == 200
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import time
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
 from lmdeploy.config.kv_events import KvEventsConfig, parse_kv_events
+from lmdeploy.kv_store.event_sockets import is_local
 from lmdeploy.kv_store.events import KvEventPublisher, encode_event
 
 msgpack = pytest.importorskip("msgpack")
@@ -145,6 +149,220 @@ def test_the_replay_socket_repeats_batches_from_a_number(tmp_path):
     publisher.close()
     publisher.close()
     dealer.close(linger=0)
+
+
+def stored(num_blocks, *, first=0):
+    """Return the event of a prefix whose blocks have two tokens each."""
+    blocks = [2**63 + first + i for i in range(num_blocks)]
+    tokens = [2**30 + i for i in range(2 * num_blocks)]
+    return SimpleNamespace(kind="stored", blocks=blocks, parent=9, tokens=tokens, salt=b"s" * 16)
+
+
+@contextmanager
+def published(tmp_path, **options):
+    """Yield a publisher at an address in a folder."""
+    config = KvEventsConfig(
+        f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay", **options
+    )
+    publisher = KvEventPublisher(config, block_tokens=2)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def dealer_of(tmp_path, **options):
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.rcvtimeo, dealer.linger = 5000, 0
+    for name, value in options.items():
+        setattr(dealer, name, value)
+    dealer.connect(f"ipc://{tmp_path}/replay")
+    return dealer
+
+
+def resident_bytes():
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+def test_large_events_become_batches_of_limited_size(tmp_path):
+    removed = SimpleNamespace(kind="removed", blocks=list(range(5000)))
+    with published(tmp_path) as publisher:
+        publisher._publish([stored(2000), removed, SimpleNamespace(kind="cleared")])
+        batches = list(publisher._recent.values())
+    assert max(map(len, batches)) <= (16 << 10) + 1024
+    events = [event for batch in batches for event in msgpack.unpackb(batch)[1]]
+    assert events.pop() == {"type": "AllBlocksCleared"}
+    parent, blocks, tokens = 9, [], []
+    for event in [event for event in events if event["type"] == "BlockStored"]:
+        assert event["parent_block_hash"] == parent
+        assert len(event["token_ids"]) == 2 * len(event["block_hashes"])
+        assert len(event["extra_keys"]) == len(event["block_hashes"])
+        parent = event["block_hashes"][-1]
+        blocks += event["block_hashes"]
+        tokens += event["token_ids"]
+    assert (blocks, tokens) == (stored(2000).blocks, stored(2000).tokens)
+    hashes = [block for event in events[-5:] for block in event["block_hashes"]]
+    assert hashes[-1] == 4999
+
+
+def test_a_subscriber_that_never_reads_costs_at_most_64_mib(tmp_path):
+    with published(tmp_path, buffer_steps=1) as publisher:
+        subscriber = zmq.Context.instance().socket(zmq.SUB)
+        subscriber.subscribe(b"")
+        subscriber.rcvhwm = 1
+        subscriber.connect(f"ipc://{tmp_path}/events")
+        time.sleep(0.2)
+        before = resident_bytes()
+        for i in range(200):  # 1.1 MB each
+            publisher._publish([stored(20_000, first=i)])
+        assert resident_bytes() - before < (64 << 20) * 1.1
+        subscriber.close(linger=0)
+
+
+def test_replays_are_bounded_in_bytes_and_lose_nothing_for_a_slow_client(tmp_path):
+    with published(tmp_path) as publisher:
+        for _ in range(100):
+            publisher._publish([stored(20_000)])
+        assert 60 << 20 < publisher._recent_bytes <= 64 << 20
+        oldest, last = next(iter(publisher._recent)), publisher._next - 1
+        clients = [dealer_of(tmp_path, rcvhwm=1) for _ in range(2)]
+        for client in clients:
+            client.send_multipart([b"", bytes(8)])
+        time.sleep(0.3)  # every queue is full
+        assert publisher._replays
+        for client in clients:
+            numbers = []
+            while numbers[-1:] != [-1]:
+                part = client.recv_multipart()[1]
+                numbers.append(int.from_bytes(part, "big", signed=True))
+            assert numbers == [*range(oldest, last + 1), -1]
+            client.close()
+
+
+def test_a_client_that_leaves_ends_its_replay(tmp_path):
+    with published(tmp_path) as publisher:
+        for _ in range(20):
+            publisher._publish([stored(20_000)])
+        client = dealer_of(tmp_path, rcvhwm=1)
+        client.send_multipart([b"", bytes(8)])
+        client.recv_multipart()
+        assert publisher._replays
+        client.close()
+        end = time.monotonic() + 5
+        while publisher._replays and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not publisher._replays
+
+
+def test_frames_that_are_too_long_end_their_connection(tmp_path):
+    with published(tmp_path) as publisher:
+        publisher._publish([SimpleNamespace(kind="removed", blocks=[1])])
+        hostile = dealer_of(tmp_path, reconnect_ivl=-1, rcvtimeo=300)
+        hostile.send_multipart([b"", bytes(8) + bytes(1 << 20)])
+        hostile.send_multipart([b"", bytes(8)])
+        with pytest.raises(zmq.Again):
+            hostile.recv_multipart()
+        client = dealer_of(tmp_path)
+        client.send_multipart([b"", bytes(8)])
+        assert client.recv_multipart()[1] == bytes(8)
+        hostile.close()
+        client.close()
+
+
+def test_too_many_subscriptions_begin_again(tmp_path, caplog):
+    with published(tmp_path) as publisher:
+        hostile = zmq.Context.instance().socket(zmq.SUB)
+        hostile.reconnect_ivl, hostile.sndhwm = -1, 0
+        hostile.connect(f"ipc://{tmp_path}/events")
+        time.sleep(0.2)
+        for i in range(5000):
+            hostile.subscribe(b"%d" % i)
+        removed = SimpleNamespace(kind="removed", blocks=[1])
+        end = time.monotonic() + 5
+        while "too many" not in caplog.text and time.monotonic() < end:
+            publisher._publish([removed])
+            time.sleep(0.01)
+        assert "too many" in caplog.text
+        hostile.close(linger=0)
+        subscriber = subscribe(f"ipc://{tmp_path}/events")
+        publisher._publish([removed])
+        assert subscriber.recv_multipart()[0] == b""
+        subscriber.close()
+
+
+def test_curve_admits_only_clients_with_a_known_key(tmp_path):
+    if not zmq.has("curve"):
+        pytest.skip("this libzmq has no CURVE")
+    from zmq.auth import create_certificates, load_certificate
+
+    for name in ("known", "server", "stranger"):
+        create_certificates(tmp_path, name)
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "known.key").rename(tmp_path / "clients" / "known.key")
+    secret = tmp_path / "server.key_secret"
+    options = {"curve_secret_key": str(secret), "curve_client_keys": f"{tmp_path}/clients"}
+    secret.chmod(0o640)
+    with pytest.raises(ValueError, match="chmod 600"), published(tmp_path, **options):
+        pass
+    secret.chmod(0o600)
+    server_key = load_certificate(tmp_path / "server.key")[0]
+
+    def keys(name):
+        public, private = load_certificate(tmp_path / f"{name}.key_secret")
+        return {
+            "curve_serverkey": server_key,
+            "curve_publickey": public,
+            "curve_secretkey": private,
+            "rcvtimeo": 500,
+        }
+
+    with published(tmp_path, **options) as publisher:
+        publisher._publish([SimpleNamespace(kind="removed", blocks=[1])])
+        for wrong in ({"rcvtimeo": 500}, keys("stranger")):
+            client = dealer_of(tmp_path, **wrong)
+            client.send_multipart([b"", bytes(8)])
+            with pytest.raises(zmq.Again):
+                client.recv_multipart()
+            client.close()
+        client = dealer_of(tmp_path, **keys("known") | {"rcvtimeo": 5000})
+        client.send_multipart([b"", bytes(8)])
+        assert client.recv_multipart()[1] == bytes(8)
+        client.close()
+    for wrong, match in (
+        ({"curve_client_keys": "x"}, "needs curve_secret_key"),
+        ({"curve_secret_key": ""}, "a path"),
+        ({**options, "curve_client_keys": f"{tmp_path}/none"}, "without any file"),
+        ({"curve_secret_key": f"{tmp_path}/none"}, "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=match), published(tmp_path, **wrong):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("address", "want"),
+    [
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("tcp://localhost:5557", True),
+        ("ipc:///tmp/x", True),
+        ("inproc://x", True),
+        ("tcp://*:5557", False),
+        ("tcp://0.0.0.0:5557", False),
+        ("tcp://eth0:5557", False),
+        ("tcp://10.0.0.1:5557", False),
+    ],
+)
+def test_addresses_that_other_machines_reach_are_recognized(address, want):
+    assert is_local(address) == want
+
+
+def test_an_open_address_is_a_warning(caplog):
+    KvEventPublisher(KvEventsConfig("tcp://0.0.0.0:*"), block_tokens=2).close()
+    assert "KV events leave this machine at tcp://0.0.0.0:* without encryption" in caplog.text
+    caplog.clear()
+    KvEventPublisher(KvEventsConfig("tcp://127.0.0.1:*"), block_tokens=2).close()
+    assert caplog.text == ""
 
 
 def test_options_are_those_of_vllm_and_wrong_ones_are_named():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from lmdeploy.kv_store import traffic as module
 from lmdeploy.kv_store.keys import BlockKeys
 from lmdeploy.kv_store.store import Entry, StoreError
 from lmdeploy.kv_store.traffic import PrefixTraffic
@@ -21,17 +24,21 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.fails = False
+        self.fails: Exception | None = None
+        self.hangs = False
+        self.released = threading.Event()
         self.seconds = 0.0
         self.num_calls = 0
 
     def _call(self) -> None:
         self.num_calls += 1
         time.sleep(self.seconds)
-        if self.fails:
-            raise StoreError("It is down")
+        if self.hangs:
+            self.released.wait()
+        if self.fails is not None:
+            raise self.fails
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, *, max_bytes: int) -> bytes | None:
         self._call()
         return self.values.get(name)
 
@@ -73,7 +80,7 @@ class Cache:
 
 def connect(store: MemoryStore, secret: bytes = b"secret") -> PrefixTraffic:
     keys = BlockKeys(secret, {}, block_tokens=4)
-    return PrefixTraffic(store, keys, block_tokens=4, late_blocks=1)
+    return PrefixTraffic(store, keys, block_tokens=4, max_block_bytes=64, late_blocks=1)
 
 
 @pytest.fixture
@@ -145,9 +152,14 @@ def test_blocks_that_the_engine_refuses_are_counted() -> None:
     traffic.close()
 
 
-def test_a_store_that_is_down_is_left_alone_for_a_while(full_store: MemoryStore) -> None:
+@pytest.mark.parametrize(
+    "error", [StoreError("It is down"), ValueError(), RecursionError()], ids=repr
+)
+def test_a_store_that_is_down_is_left_alone_for_a_while(
+    full_store: MemoryStore, error: Exception
+) -> None:
     traffic = connect(full_store)
-    full_store.fails, full_store.num_calls = True, 0
+    full_store.fails, full_store.num_calls = error, 0
     for _ in range(5):
         assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 0
         traffic.offer(Cache(4), TOKENS, salt=SALT)
@@ -155,6 +167,54 @@ def test_a_store_that_is_down_is_left_alone_for_a_while(full_store: MemoryStore)
     assert full_store.num_calls == 1
     assert traffic.stats.errors == 1
     traffic.close()
+
+
+@pytest.mark.parametrize(("seconds", "num_blocks"), [(0.0, 0), (0.2, 2)], ids=["hangs", "slow"])
+def test_all_blocks_of_a_prompt_share_one_deadline(
+    full_store: MemoryStore, seconds: float, num_blocks: int
+) -> None:
+    traffic = connect(full_store)
+    full_store.seconds, full_store.hangs = seconds, not seconds
+    begin = time.monotonic()
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == num_blocks
+    assert 0.4 < time.monotonic() - begin < 0.8
+    assert traffic.stats.errors == 1
+    begin = time.monotonic()
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 0  # the store rests
+    assert time.monotonic() - begin < 0.1
+    traffic.close()
+    full_store.released.set()
+
+
+def test_a_store_that_hangs_has_a_limited_number_of_threads(
+    full_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_FETCH_SECONDS", 0.05)
+    traffic = connect(full_store)
+    full_store.hangs = True
+    for _ in range(20):
+        assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 0
+    assert sum(thread.name == "kv-fetch" for thread in threading.enumerate()) == 8
+    full_store.hangs = False
+    full_store.released.set()
+    monkeypatch.setattr(module, "_FETCH_SECONDS", 5.0)
+    assert traffic.fetch(Cache(), TOKENS, salt=SALT) == 4
+    traffic.close()
+
+
+def test_closing_waits_for_no_store(full_store: MemoryStore) -> None:
+    traffic = connect(full_store)
+    full_store.hangs = True
+    traffic.offer(Cache(4), [7, *TOKENS], salt=SALT)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(traffic.fetch, Cache(), TOKENS, salt=SALT)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        traffic.close()
+        assert waiting.result(timeout=1) == 0
+        assert time.monotonic() - begin < 1.5
+    full_store.released.set()
 
 
 def test_reading_stops_when_computing_would_be_faster(full_store: MemoryStore) -> None:

@@ -15,6 +15,7 @@ from serving import CHAT, connect, post, post_head, serving
 
 import lmdeploy
 from lmdeploy.base.checks import OptionError
+from lmdeploy.base.errors import UnavailableError
 from lmdeploy.chat.grammar import Grammar
 from lmdeploy.chat.prompts import MAX_OPTIONS_DEPTH, MAX_OPTIONS_SIZE, check_template_options
 from lmdeploy.config.generation import GenerationConfig, sampling_defaults
@@ -174,6 +175,28 @@ def test_encode_disconnect_stops_the_encoding(path, body):
         done = len(tokenizer.texts)
         time.sleep(0.2)
         assert len(tokenizer.texts) == done < 500
+
+
+class AbsentTokenizer(FakeTokenizer):
+    """Fails as a tokenizer whose process ends."""
+
+    def encode(self, text, add_special=True):
+        raise UnavailableError("The process of the tokenizer ended. Try again later.")
+
+
+def test_a_tokenizer_that_is_unavailable_is_503():
+    with serving(make_engine(tokenizer=AbsentTokenizer())) as url:
+        for path, body in (
+            ("/v1/completions", {**COMPLETION, "prompt": "a"}),
+            ("/v1/completions", {**COMPLETION, "prompt": "a", "stream": True}),
+            ("/v1/chat/completions", CHAT),
+            ("/v1/messages", {**CHAT, "max_tokens": 4}),
+            ("/v1/responses", {"model": "m", "input": "a"}),
+            ("/v1/encode", {"input": "a"}),
+        ):
+            reply = post(url, path, body)
+            assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1"), path
+            assert "tokenizer ended" in reply.text
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -67,6 +67,9 @@ class FakeTokenizer:
         first, *others = (list(part.encode("utf-8", "replace")) for part in text.split("<eos>"))
         return first + [i for part in others for i in (EOS, *part)]
 
+    def close(self) -> None:
+        pass
+
     def decode(self, ids: Any, skip_special: bool = True) -> str:
         stream = self.stream(skip_special)
         return "".join(stream.push(i) for i in ids) + stream.finish()

@@ -59,6 +59,9 @@ class Vocabulary:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(self.encoding.encode(text, allowed_special="all"))
 
+    def close(self) -> None:
+        pass
+
     def token_id(self, token: str) -> int | None:
         ids = self.encode(token)
         return ids[0] if len(ids) == 1 else None
