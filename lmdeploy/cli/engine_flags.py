@@ -27,10 +27,14 @@ from lmdeploy.config.kv_format_options import (
 from lmdeploy.config.unsupported import unsupported_flags
 
 UNSUPPORTED_FLAGS = unsupported_flags()
+_MIN_BEGINNING = len("--abc")
+_MAX_SUGGESTIONS = 3
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports errors in one line with exit status 2, and accepts no abbreviated flags."""
+
+    model_commands: Sequence[str] = ()  # those that a user may forget before a model
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -54,6 +58,25 @@ class OneLineParser(argparse.ArgumentParser):
                 fail(f"{self.prog} needs a command: {names}. --help describes them.")
         fail(message)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a choice. argparse has no public hook for the message about a wrong command."""
+        if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
+            super()._check_value(action, value)
+            return
+        name = " ".join(str(value).split())[:80]
+        near = difflib.get_close_matches(name, action.choices, n=1)
+        nested = [
+            f"{self.prog} {command} {name}"
+            for command, parser in action.choices.items()
+            for child in parser._actions
+            if isinstance(child, argparse._SubParsersAction) and name in child.choices
+        ]
+        models = [f"{self.prog} {command} {name}" for command in self.model_commands]
+        hints = nested or [f"{self.prog} {match}" for match in near] or models
+        hint = f" Did you mean {' or '.join(hints)}?" if hints else ""
+        commands = ", ".join(action.choices)
+        self.error(f"{self.prog} has no command {name!r}. The commands are {commands}.{hint}")
+
     def _suggestion(self, unknown: Sequence[str]) -> str:
         flags = [
             flag
@@ -61,14 +84,22 @@ class OneLineParser(argparse.ArgumentParser):
             if action.help != argparse.SUPPRESS
             for flag in action.option_strings
         ]
-        given = [text.partition("=")[0] for text in unknown if text.startswith("--")]
-        near = [
-            match
-            for text in given
-            for match in difflib.get_close_matches(text, flags, n=1)
-            if not _are_opposed(text, match)
-        ]
-        return f"; did you mean {' '.join(near)}?" if near else ""
+        given = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        near = [" or ".join(found) for text in given if (found := similar_flags(text, flags))]
+        return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def similar_flags(text: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags that begin with the text, contain its words, or are spelled like it."""
+    given = "--" + text.strip("-").lower().replace("_", "-")
+    words = set(given.split("-"))
+    found: list[str] = []
+    if len(given) >= _MIN_BEGINNING:
+        found = [flag for flag in flags if flag.startswith(given)]
+        found = found or [flag for flag in flags if words <= set(flag.split("-"))]
+    if not 0 < len(found) <= _MAX_SUGGESTIONS:
+        found = difflib.get_close_matches(given, flags, n=1)
+    return [flag for flag in found if not _are_opposed(given, flag)]
 
 
 def _are_opposed(first: str, second: str) -> bool:

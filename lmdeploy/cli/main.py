@@ -26,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a model")
     servers = serve.add_subparsers(dest="server", required=True, metavar="SERVER")
     api_server = servers.add_parser("api_server", help="serve an OpenAI-compatible HTTP API")
+    parser.model_commands, serve.model_commands = ("chat", "serve api_server"), ("api_server",)
     add_common_flags(api_server)
     _add_server_flags(api_server)
     api_server.set_defaults(run=_api_server)

@@ -70,6 +70,12 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
         (["--device", "npu"], "--device"),
         (["--devices", "1", "--device", "cpu"], "devices cannot be used with device_type cpu"),
         (["--exact", "--device", "cuda"], "exact is not supported on CUDA"),
+        (["--server_port", "1"], "did you mean --server-port?"),
+        (["-server-port", "1"], "did you mean --server-port?"),
+        (["--port", "1"], "did you mean --server-port?"),
+        (["--cache-max", "1"], "did you mean --cache-max-entry-count?"),
+        (["--api-key", "1", "--SSL"], "did you mean --api-keys, --ssl?"),
+        (["--session", "1"], "did you mean --session-len?"),
         (["--chat-template", "/no/such/file.jinja"], "--chat-template"),
         (["--chat-template", "{"], "--chat-template"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag\n"),
@@ -92,8 +98,14 @@ def test_main_invalid_command_lists_the_valid_ones(capsys):
     assert "lmdeploy serve needs" in (text := refused(capsys, command=("serve",)))
     assert "a command: api_server, ray." in text
     assert "calibrate, kv-search, kv-report" in refused(capsys, command=("lite",))
-    refused(capsys, command=("serve", "gradio"))
-    refused(capsys, command=("convert",))
+    text = refused(capsys, command=("serve", "smollm2"))
+    assert "lmdeploy serve has no command 'smollm2'. The commands are api_server, ray." in text
+    assert "Did you mean lmdeploy serve api_server smollm2?" in text
+    text = refused(capsys, command=("org/model", "--quant-policy", "16"))
+    assert "lmdeploy chat org/model or lmdeploy serve api_server org/model?" in text
+    assert "mean lmdeploy serve api_server?" in refused(capsys, command=("serve", "api-server"))
+    assert "mean lmdeploy serve api_server?" in refused(capsys, command=("api_server", "smollm2"))
+    assert "mean lmdeploy lite calibrate?" in refused(capsys, command=("lite", "calibrat", "x"))
 
 
 def test_api_server_help_shows_defaults(capsys):
