@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from fake_engine import make_engine
-from rich.console import Console
 
-from lmdeploy import Pipeline
-from lmdeploy.cli.chat import talk
 from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.main import main, make_parser
 from lmdeploy.cli.serve import api_keys
@@ -70,18 +64,18 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
         (["--device", "npu"], "--device"),
         (["--devices", "1", "--device", "cpu"], "devices cannot be used with device_type cpu"),
         (["--exact", "--device", "cuda"], "exact is not supported on CUDA"),
-        (["--server_port", "1"], "did you mean --server-port?"),
-        (["-server-port", "1"], "did you mean --server-port?"),
-        (["--port", "1"], "did you mean --server-port?"),
-        (["--cache-max", "1"], "did you mean --cache-max-entry-count?"),
-        (["--api-key", "1", "--SSL"], "did you mean --api-keys, --ssl?"),
-        (["--session", "1"], "did you mean --session-len?"),
         (["--chat-template", "/no/such/file.jinja"], "--chat-template"),
         (["--chat-template", "{"], "--chat-template"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag\n"),
         (["--quant-polcy", "16"], "arguments: --quant-polcy 16; did you mean --quant-policy?"),
         (["--quant-polcy=16"], "did you mean --quant-policy?"),
         (["--server-prt", "1"], "did you mean --server-port?"),
+        (["--server_port", "1"], "did you mean --server-port?"),
+        (["-server-port", "1"], "did you mean --server-port?"),
+        (["--port", "1"], "did you mean --server-port?"),
+        (["--cache-max", "1"], "did you mean --cache-max-entry-count?"),
+        (["--api-key", "1", "--SSL"], "did you mean --api-keys, --ssl?"),
+        (["--session", "1"], "did you mean --session-len?"),
         (["--enable-metrics"], "unrecognized arguments: --enable-metrics\n"),
         (["--h"], "did you mean -h?"),
         (["--", "--x"], "unrecognized arguments"),
@@ -195,50 +189,6 @@ def test_api_server_flags_reach_run_server(monkeypatch, capsys):
 def test_api_server_missing_model_is_named_in_the_error(capsys):
     text = refused(capsys, "--server-port", "0", command=("serve", "api_server", "/no/such/model"))
     assert "/no/such/model" in text
-
-
-def test_talk_answers_and_runs_commands():
-    lines = iter(["/help", "hello", "", "/clear", "again", "/exit"])
-    out = io.StringIO()
-    console = Console(file=out, width=200)
-    with Pipeline("fake", engine=make_engine()) as pipeline:
-        talk(pipeline, console, read=lambda: next(lines))
-    text = out.getvalue()
-    assert "You said: HELLO" in text and "You said: AGAIN" in text and "/clear" in text
-
-
-def test_talk_reports_an_answer_cut_by_session_len():
-    lines = iter(["hello", "/exit"])
-    out = io.StringIO()
-    engine = make_engine(lambda _: "a" * 2000, session_len=64)
-    engine.loaded.sampling["top_k"] = 7
-    with Pipeline("fake", engine=engine) as pipeline:
-        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-        assert engine.loaded.cpp_engine.requests[0].top_k == 7  # the model's own sampling
-    assert (
-        "[incomplete: " in out.getvalue()
-        and "start a new conversation with /clear" in out.getvalue()
-    )
-
-
-def test_talk_full_conversation_suggests_clear():
-    lines = iter(["a" * 20, "b" * 40, "/exit"])
-    out = io.StringIO()
-    engine = make_engine(session_len=96)
-    with Pipeline("fake", engine=engine) as pipeline:
-        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-    assert (
-        "Shorten it or raise" in out.getvalue()
-        and "Start a new conversation with /clear." in out.getvalue()
-    )
-
-
-def test_talk_end_of_input_ends_the_loop():
-    def read():
-        raise EOFError
-
-    with Pipeline("fake", engine=make_engine()) as pipeline:
-        talk(pipeline, Console(file=io.StringIO()), read=read)
 
 
 def test_api_keys_come_from_the_flag_or_the_environment(
