@@ -10,6 +10,7 @@ from lmdeploy.cli.serve import api_keys
 from lmdeploy.engine.kv_quality import DEFAULT_WINDOW16_TOKENS
 from lmdeploy.serve import server
 from lmdeploy.serve.state import ServerOptions
+from fake_engine import make_engine
 
 
 def parse(*flags):
@@ -209,3 +210,24 @@ def test_api_key_of_the_environment_reaches_the_server(monkeypatch: pytest.Monke
     monkeypatch.setattr(server, "run_server", lambda *_, options, **__: seen.append(options))
     assert main(["serve", "api_server", "smollm2"]) == 0
     assert seen[0].api_keys == ["secret"]
+
+
+@pytest.mark.parametrize("name", ["none", "lmdeploy", "vllm"])
+def test_generation_config_name_means_that_the_models_own_is_not_read(name: str) -> None:
+    assert parse("--generation-config", name).generation_config == name
+    assert read_sampling(name) == sampling_defaults({})
+    assert read_sampling("auto") is None
+
+
+def test_api_server_hub_address_is_served_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lmdeploy.engine.load as load
+
+    names: list[str] = []
+    monkeypatch.setattr(load, "load_engine_with", lambda *_, **__: make_engine().loaded)
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    monkeypatch.setattr(
+        server, "format_line", lambda _, options: names.append(options.model_name) or ""
+    )
+    for address in ("https://huggingface.co/owner/name/tree/main", "owner/name"):
+        main(["serve", "api_server", address, "--server-port", "0"])
+    assert names == ["owner/name"] * 2
