@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
+from lmdeploy.base.installed import install_command
 from lmdeploy.config.kv_events import FLAG, KvEventsConfig
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class KvEventPublisher:
             import msgpack
             import zmq
         except ImportError as error:
-            reason = f"needs {error.name}. Install lmdeploy-fp4[events]."
+            reason = f"needs {error.name}. Run: {install_command('events')}"
             raise OptionError("kv_events_config", reason) from None
         self.events = _turbomind.PrefixEvents()
         self._pack = msgpack.packb

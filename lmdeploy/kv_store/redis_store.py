@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from lmdeploy.base.checks import refuse
+from lmdeploy.base.installed import install_command
 from lmdeploy.kv_store.store import Entry, StoreError
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class RedisStore:
             from redis.exceptions import RedisError
         except ImportError:
             raise ValueError(
-                "--kv-store redis:// needs a package that is not installed. Install it: "
-                "pip install redis"
+                f"--kv-store redis:// needs a package that is not installed. Run: "
+                f"{install_command('redis')}"
             ) from None
         self._error = RedisError
         parts = urlsplit(url)
