@@ -217,8 +217,9 @@ def _add_model_flags(group: argparse._ActionsContainer) -> None:
         "--generation-config",
         default="auto",
         metavar="PATH",
-        help="defaults of the sampling fields: auto (the model's generation_config.json), none, or "
-        "the path of another generation_config.json or of its folder (default: auto)",
+        help="defaults of the sampling fields: auto (the model's generation_config.json), none or "
+        "lmdeploy (neutral ones), or the path of another generation_config.json or of its folder "
+        "(default: auto)",
     )
     group.add_argument(
         "--proxy-url",

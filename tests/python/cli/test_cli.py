@@ -16,8 +16,10 @@ from fake_engine import make_engine
 def parse(*flags):
     return make_parser().parse_args(["serve", "api_server", "smollm2", *flags])
 
+from lmdeploy.config.generation import sampling_defaults
 
 def refused(capsys, *flags, command=("serve", "api_server", "smollm2")):
+from lmdeploy.serve.sampling import read_sampling
     with pytest.raises(SystemExit) as info:
         main([*command, *flags])
     assert info.value.code == 2
