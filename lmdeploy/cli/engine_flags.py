@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
@@ -27,7 +27,13 @@ from lmdeploy.config.kv_format_options import (
 from lmdeploy.config.unsupported import unsupported_flags
 
 UNSUPPORTED_FLAGS = unsupported_flags()
-_MIN_BEGINNING = len("--abc")
+FLAGS_WITHOUT_EFFECT = {
+    "--eager-mode": "results with CUDA graphs and without are the same",
+    "--language-model-only": "of a vision checkpoint, only the text part is loaded",
+    "--disable-vision-encoder": "of a vision checkpoint, only the text part is loaded",
+    "--trust-remote-code": "code of a checkpoint is never run",
+}
+_MIN_BEGINNING = 5  # characters, dashes included
 _MAX_SUGGESTIONS = 3
 
 
@@ -129,6 +135,18 @@ class _Refuse(argparse.Action):
         shown = " ".join([flag, *given])[:120]
         wanted = f" or set it to its default, {accepted[0]}" if accepted else ""
         parser.error(f"{shown} is not supported. Remove it{wanted}.")
+
+
+def add_flags_without_effect(
+    parser: argparse.ArgumentParser, flags: Iterable[str] = FLAGS_WITHOUT_EFFECT
+) -> None:
+    """Add switches of LMDeploy that describe what this package does anyway."""
+    group = parser.add_argument_group("without effect")
+    for flag in flags:
+        reason = FLAGS_WITHOUT_EFFECT[flag]
+        group.add_argument(
+            flag, action="store_true", default=argparse.SUPPRESS, help=f"no effect: {reason}"
+        )
 
 
 def add_unsupported(parser: argparse.ArgumentParser) -> None:
@@ -465,6 +483,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_log_level(parser)
     add_engine_flags(parser)
+    add_flags_without_effect(parser)
     add_unsupported(parser)
 
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-import pytest
+import argparse
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
-from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS, engine_config
+import pytest
+from fake_engine import make_engine
+
+from lmdeploy import GenerationConfig, TurbomindEngineConfig
+from lmdeploy.cli.engine_flags import FLAGS_WITHOUT_EFFECT, UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.main import main, make_parser
 from lmdeploy.cli.serve import api_keys
+from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.kv_quality import DEFAULT_WINDOW16_TOKENS
 from lmdeploy.serve import server
+from lmdeploy.serve.sampling import read_sampling
 from lmdeploy.serve.state import ServerOptions
-from fake_engine import make_engine
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")
+OF_OTHERS = {"--force-reinstall", "--no-deps", "--merge"}  # pip, llama-gguf-split
 
 
 def parse(*flags):
     return make_parser().parse_args(["serve", "api_server", "smollm2", *flags])
 
-from lmdeploy.config.generation import sampling_defaults
 
 def refused(capsys, *flags, command=("serve", "api_server", "smollm2")):
-from lmdeploy.serve.sampling import read_sampling
     with pytest.raises(SystemExit) as info:
         main([*command, *flags])
     assert info.value.code == 2
@@ -82,12 +94,62 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
         (["--enable-metrics"], "unrecognized arguments: --enable-metrics\n"),
         (["--h"], "did you mean -h?"),
         (["--", "--x"], "unrecognized arguments"),
-        (["--disable-vision-encoder"], "--disable-vision-encoder"),
         (["--session", "5"], "--session"),
     ],
 )
 def test_api_server_invalid_flag_is_named_in_the_error(capsys, flags, text):
     assert text in refused(capsys, *flags)
+
+
+@pytest.mark.parametrize("flag", FLAGS_WITHOUT_EFFECT)
+def test_flag_without_effect_is_accepted_and_described(capsys, flag):
+    assert engine_config(parse(flag)) == engine_config(parse())
+    assert engine_config(make_parser().parse_args(["chat", "m", flag])) == engine_config(parse())
+    with pytest.raises(SystemExit):
+        main(["serve", "api_server", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{flag} no effect: {FLAGS_WITHOUT_EFFECT[flag]}" in text
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from flags_of(child)
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the string literals of a source file."""
+    source = path.read_text("utf-8")
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    else:
+        yield from re.findall(r"""("[^"\n]*"|'[^'\n]*'|`[^`]*`)""", source)
+
+
+def test_flags_in_texts_of_the_source_exist():
+    known = {*flags_of(make_parser()), *OF_OTHERS}
+    paths = [*(ROOT / "lmdeploy").rglob("*.py"), *(ROOT / "lmdeploy/serve/web").glob("*.js")]
+    paths += [path for path in (ROOT / "src").rglob("*") if path.suffix in (".cc", ".cu", ".h")]
+    named = [
+        (path.name, flag) for path in paths for text in texts(path) for flag in FLAG.findall(text)
+    ]
+    assert len({flag for _, flag in named}) > 50
+    assert [(name, flag) for name, flag in named if flag not in known] == []
+
+
+@pytest.mark.parametrize("options", [TurbomindEngineConfig, GenerationConfig])
+def test_flags_in_errors_of_options_exist(options):
+    known = set(flags_of(make_parser()))
+    for field in dataclasses.fields(options):
+        for value in (object(), -7, "", [], {"x": object()}):
+            try:
+                options(**{field.name: value})
+            except ValueError as error:
+                assert [flag for flag in FLAG.findall(str(error)) if flag not in known] == []
 
 
 def test_main_invalid_command_lists_the_valid_ones(capsys):
