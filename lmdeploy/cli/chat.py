@@ -224,5 +224,5 @@ def _answer(
         console.print(note, style=style, markup=False)
     if console.is_terminal:
         console.print()
-    if text and style == "dim":
+    if style == "dim" and (text or not note):
         session.history.append((line, text))
