@@ -119,6 +119,10 @@ def talk(
             line = read().strip()
         except EOFError:
             return
+        except KeyboardInterrupt:  # between a response and the next prompt
+            if not console.is_terminal:
+                raise
+            continue
         if line.lower() in _LEAVING:
             return
         if line == "/clear":

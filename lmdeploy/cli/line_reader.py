@@ -64,16 +64,16 @@ class LineReader:
         """
         pressed = False
         while True:
-            try:
+            try:  # Ctrl-C between two prompts counts too
+                if pressed:
+                    print(_LEAVE)
                 return self._session.prompt()
             except KeyboardInterrupt:
-                if self._session.default_buffer.text:
-                    pressed = False
-                elif pressed:
+                text = self._session.default_buffer.text
+                self._session.default_buffer.reset()
+                if pressed and not text:
                     raise EOFError from None
-                else:
-                    pressed = True
-                    print(_LEAVE)
+                pressed = not text
 
 
 class _FileHistory(FileHistory):
