@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lmdeploy.api import client, pipeline, serve
 from lmdeploy.base.installed import warn_of_namesake
+from lmdeploy.config.absent import PytorchEngineConfig, SpeculativeConfig, VisionConfig
 from lmdeploy.config.chat_template import ChatTemplateConfig
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
@@ -18,10 +19,13 @@ __all__ = [
     "ChatTemplateConfig",
     "GenerationConfig",
     "Pipeline",
+    "PytorchEngineConfig",
     "Response",
     "ResponseType",
+    "SpeculativeConfig",
     "Tokenizer",
     "TurbomindEngineConfig",
+    "VisionConfig",
     "__version__",
     "client",
     "pipeline",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lmdeploy.base.checks import refuse
+from lmdeploy.base.checks import check_bool
 
 
 class TokenizedTexts(NamedTuple):
@@ -19,7 +19,7 @@ class Tokenizer:
 
     Args:
         model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
-        trust_remote_code: must be False, because code of a checkpoint is never run.
+        trust_remote_code: has no effect, because code of a checkpoint is never run.
 
     Raises:
         ValueError: if the tokenizer cannot be loaded.
@@ -31,8 +31,7 @@ class Tokenizer:
         from lmdeploy.checkpoint.files.gguf_file import GgufFile
         from lmdeploy.checkpoint.hub import resolve_model
 
-        if trust_remote_code:
-            raise refuse("trust_remote_code", trust_remote_code, wanted="False")
+        check_bool("trust_remote_code", trust_remote_code)
         path = resolve_model(model_path)
         if path.is_file():
             self._tokenizer = tokenizer_from_gguf(GgufFile(path).metadata, str(path))

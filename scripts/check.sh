@@ -176,8 +176,7 @@ step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engin
 step_wheel() {
   local folder="$BUILD_ROOT/wheel" wheel bytes missing
   rm -rf "$folder"
-  CMAKE_ARGS="-DTM_CUDA=OFF $(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)" \
-    "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$folder" . || return 1
+  PYTHON="$python" TM_CUDA=OFF scripts/wheel.sh "$folder" || return 1
   wheel=$(ls "$folder"/*.whl) && bytes=$(stat -c %s "$wheel")
   echo "wheel: $(basename "$wheel"), $bytes bytes, at most $MAX_WHEEL_BYTES"
   [ "$bytes" -le "$MAX_WHEEL_BYTES" ] || return 1

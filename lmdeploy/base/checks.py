@@ -162,6 +162,5 @@ def refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
         if type(value) is not type(default) or value != default:
             raise OptionError(
                 name,
-                f"is {show(value)}, which is not supported. "
-                f"Leave it at {default!r} ({flag_of(name)}).",
+                f"is {show(value)}, which is not supported. Leave it at {default!r}.",
             )

@@ -24,6 +24,14 @@ Bytes = npt.NDArray[np.uint8]
 MAX_JSON_BYTES = 100 << 20  # the limit of the safetensors library for a header
 
 
+def user_cache_folder() -> Path | None:
+    """Return the folder of lmdeploy's caches, or None if the user has no home folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path(os.path.expanduser("~/.cache"))
+    return base / "lmdeploy" if base.is_absolute() else None
+
+
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 

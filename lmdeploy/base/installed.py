@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 
 OURS = "lmdeploy-fp4"
+_EXTRA = re.compile(r"extra == ['\"]([\w-]+)['\"]")
 NAMESAKE = "lmdeploy"
 
 
@@ -18,6 +20,21 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an optional feature of pyproject.toml."""
+    import importlib.metadata
+    import shlex
+
+    try:
+        found = importlib.metadata.requires(OURS) or []
+    except importlib.metadata.PackageNotFoundError:
+        found = []
+    parts = [text.partition(";") for text in found]
+    packages = [name.strip() for name, _, rule in parts if extra in _EXTRA.findall(rule)]
+    # Without metadata, the package runs from its source tree.
+    return shlex.join(["pip", "install", *(packages or [f"{OURS}[{extra}]"])])
 
 
 def namesake_warning() -> str | None:

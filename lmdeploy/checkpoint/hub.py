@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 from lmdeploy.base.checks import OptionError, user_path
 from lmdeploy.base.errors import ModelFormatError
@@ -24,9 +25,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # Copies of the same weights: GPT-OSS has two in subfolders, Mistral one in the same folder.
 _HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
+_HUB_ADDRESS = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)"
+    r"(?:/tree/([^/?#]+))?/?(?:[?#].*)?",
+    re.IGNORECASE,
+)
 # Ollama writes the host before a hub id.
 _HUB_HOSTS = ("hf.co/", "huggingface.co/")
 _GGUF_PATTERNS = ("*.gguf", "*/*.gguf")  # some repositories have a folder for each quantization
+
+
+def hub_address(model: str) -> tuple[str, str | None]:
+    """Return the hub id and the revision of a web address of the hub.
+
+    Any other text is returned as it is. The revision is None for the main branch.
+    """
+    match = _HUB_ADDRESS.fullmatch(model)
+    if match is None:
+        return model, None
+    revision = unquote(match[2] or "main")
+    return match[1], None if revision == "main" else revision
 
 
 def resolve_model(
@@ -34,14 +52,18 @@ def resolve_model(
 ) -> Path:
     """Return the folder or .gguf file of `model`, and download it if `model` is a hub id.
 
-    The file is the first part of a GGUF file in parts. An existing path has priority over a hub
+    `model` may be the web address of a hub id, such as https://huggingface.co/owner/name. The file
+    is the first part of a GGUF file in parts. An existing path has priority over a hub
     id, and over a tag. `revision` and `download_dir` belong to hub ids. Raise ModelFormatError if
     nothing is found, if several models are found, or for a `revision` of another model.
     """
-    path = _existing(model)
-    if path is None and model != EMBEDDED_MODEL:
+    given = model
+    model, own_revision = hub_address(given)
+    revision = own_revision if revision is None else revision
+    path = _existing(given)
+    if path is None and given != EMBEDDED_MODEL:
         base, tag = split_tag(model)
-        path = _existing(base, tag) if tag is not None else None
+        path = _existing(base, tag) if tag is not None and model == given else None
         hub_id = _hub_id(base)
         if path is None and hub_id is not None:
             return _download(hub_id, tag, revision=revision, download_dir=download_dir)

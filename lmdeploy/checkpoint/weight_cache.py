@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.base.files import Bytes, map_descriptor
+from lmdeploy.base.files import Bytes, map_descriptor, user_cache_folder
 from lmdeploy.checkpoint.convert import WEIGHT_CACHE_VERSION
 from lmdeploy.checkpoint.fingerprint import FileIdentities, hash_checkpoint, identify_files
 from lmdeploy.checkpoint.open import Checkpoint
@@ -80,12 +80,8 @@ def options_from_environment() -> CacheOptions | None:
     folder = os.environ.get(FOLDER, "")
     if folder:
         return CacheOptions(Path(os.path.expanduser(folder)).absolute(), limit)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        base = Path(os.path.expanduser("~/.cache"))
-    if not base.is_absolute():  # the user has no home folder
-        return None
-    return CacheOptions(base / "lmdeploy" / "packed", limit)
+    base = user_cache_folder()
+    return None if base is None else CacheOptions(base / "packed", limit)
 
 
 def _parse_size(text: str) -> int:

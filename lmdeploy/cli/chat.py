@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import difflib
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
@@ -17,9 +21,54 @@ if TYPE_CHECKING:
     from lmdeploy.pipeline import Pipeline, Session
     from lmdeploy.response import Response
 
+COMMANDS = {
+    "/help": "show this text",
+    "/clear": "start a new conversation",
+    "/exit": "leave; exit, quit, /quit and Ctrl-D do the same",
+}
+_LEAVING = ("/exit", "/quit", "exit", "quit")
+_KEYS = {
+    "Ctrl-C": "stop the response",
+    "Alt-Enter": "start a new line in the message",
+    "Up, Ctrl-R": "earlier messages, search in them",
+}
+_START = "/help lists the commands. Ctrl-C stops a response, Ctrl-D leaves."
 _FULL = "session_len or the KV cache is full; start a new conversation with /clear"
 _CLEAR = "Start a new conversation with /clear."
-_HELP = "/help: show this text   /clear: start anew   /exit: quit   Ctrl-C: stop the response"
+# Flag, field of GenerationConfig, type, help.
+_SAMPLING_FLAGS: tuple[tuple[str, str, type[int] | type[float], str], ...] = (
+    ("--temperature", "temperature", float, "0 chooses the most likely token"),
+    ("--top-p", "top_p", float, "sample from the most likely tokens with this sum"),
+    ("--top-k", "top_k", int, "sample from this number of tokens; 0 allows all"),
+    ("--min-p", "min_p", float, "least probability relative to the most likely token"),
+    ("--repetition-penalty", "repetition_penalty", float, "above 1 makes repeated tokens rarer"),
+    ("--max-new-tokens", "max_new_tokens", int, "most tokens of a response"),
+    ("--seed", "random_seed", int, "seed of the sampling"),
+)
+# A model could send commands to the terminal. Tabs and line ends are harmless.
+_VISIBLE: dict[int, int | None] = {c: 0x2400 + c for c in range(0x20) if chr(c) not in "\t\n"}
+_VISIBLE |= {ord("\r"): None, 0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_HOW_TO_SAMPLE = {"temperature", "top_p", "top_k", "min_p"}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of sampling. Without a flag, the model's own value is used."""
+    group = parser.add_argument_group("sampling")
+    for flag, field, kind, text in _SAMPLING_FLAGS:
+        default = {"--max-new-tokens": "no limit", "--seed": "a new one for each response"}
+        text += f" (default: {default.get(flag, 'chosen by the model')})"
+        metavar = flag.lstrip("-").replace("-", "_").upper()
+        group.add_argument(flag, dest=field, type=kind, default=None, metavar=metavar, help=text)
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the given fields of GenerationConfig. Raise ValueError for a wrong value."""
+    fields = [field for _, field, _, _ in _SAMPLING_FLAGS]
+    given = {field: value for field in fields if (value := getattr(args, field)) is not None}
+    if given.keys() & _HOW_TO_SAMPLE:
+        given["do_sample"] = True  # even if the model's default is the most likely token
+    GenerationConfig(**given)
+    return given
 
 
 def run_chat(args: argparse.Namespace) -> int:
@@ -29,84 +78,155 @@ def run_chat(args: argparse.Namespace) -> int:
     from lmdeploy.pipeline import Pipeline
 
     config, template = engine_config(args), parse_chat_template(args.chat_template)
+    options = sampling_options(args)
     console = Console(highlight=False)
     with Pipeline(args.model_path, config, template, args.log_level) as pipeline:
         for line in pipeline.engine.start_lines():
-            console.print(line, markup=False)
-        console.print(_HELP, style="dim", markup=False)
-        talk(pipeline, console, read=lambda: console.input("[bold]you>[/bold] "))
+            console.print(line, markup=False, style="dim")
+        console.print(_START, markup=False, style="dim")
+        with message_reader(console) as read:
+            talk(pipeline, console, read=read, options=options)
     return 0
 
 
-def talk(pipeline: Pipeline, console: Console, *, read: Callable[[], str]) -> None:
-    """Read messages with `read` and print the responses as they arrive."""
+@contextmanager
+def message_reader(console: Console) -> Iterator[Callable[[], str]]:
+    """Yield the function that reads messages: with editing in a terminal, else line by line."""
+    if not (sys.stdin.isatty() and console.is_terminal):
+        yield lambda: console.input("[bold]you>[/bold] ")
+        return
+    from lmdeploy.cli.line_reader import LineReader, no_echo
+
+    with no_echo():
+        yield LineReader(list(COMMANDS))
+
+
+def talk(
+    pipeline: Pipeline,
+    console: Console,
+    *,
+    read: Callable[[], str],
+    options: dict[str, Any] | None = None,
+) -> None:
+    """Read messages with `read` and print the responses as they arrive.
+
+    Args:
+        options: fields of GenerationConfig that replace the model's defaults.
+    """
     session = pipeline.session()
     while True:
         try:
             line = read().strip()
         except EOFError:
             return
-        except KeyboardInterrupt:
-            console.print()
+        except KeyboardInterrupt:  # between a response and the next prompt
+            if not console.is_terminal:
+                raise
             continue
-        if line in ("/exit", "/quit"):
+        if line.lower() in _LEAVING:
             return
         if line == "/clear":
             session = pipeline.session()
             console.print("Started a new conversation.", style="dim")
-        elif line.startswith("/"):
-            console.print(_HELP, style="dim", markup=False)
+        elif re.fullmatch(r"/\w*", line):
+            console.print(_help(line), style="dim", markup=False)
         elif line:
-            _answer(pipeline, session, console=console, line=line)
+            with suppress(KeyboardInterrupt):  # another one while the response ends
+                _answer(pipeline, session, console=console, line=line, options=options or {})
 
 
-class _Printer:
-    """Prints the chunks of a response: reasoning and tool calls dim, content on new lines."""
+def _help(command: str) -> str:
+    rows = [f"  {name:<11}{text}" for name, text in (COMMANDS | _KEYS).items()]
+    if command == "/help":
+        return "\n".join(rows)
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ". The commands are:"
+    return "\n".join([f"{command} is not a command{hint}", *([] if near else rows)])
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._style: str | None = None
 
-    def __call__(self, chunk: Response) -> None:
-        if chunk.reasoning_content:
-            self._print(chunk.reasoning_content, "dim")
-        self._print(chunk.text, "none")
-        for call in chunk.tool_calls or []:
-            if call.function.name:
-                self._print(f"\n[{call.function.name}] ", "dim")
-            self._print(call.function.arguments, "dim")
+def visible(text: str) -> str:
+    """Return `text` with symbols in the place of control characters."""
+    return text.translate(_VISIBLE)
 
-    def _print(self, text: str, style: str) -> None:
+
+class _Write(Protocol):
+    def __call__(self, text: str, style: str = "") -> None: ...
+
+
+@contextmanager
+def _writer(console: Console) -> Iterator[_Write]:
+    """Yield the function that writes the text of a response: formatted in a terminal, else raw."""
+    if console.is_terminal and not console.is_dumb_terminal:
+        from lmdeploy.cli.chat_markdown import THEME, MarkdownPrinter
+
+        console.print()
+        with console.use_theme(THEME), MarkdownPrinter(console) as printer:
+            yield lambda text, style="": printer.write(visible(text), style)
+        return
+    last: str | None = None
+
+    def write(text: str, style: str = "") -> None:
+        nonlocal last
         if not text:
             return
-        if self._style not in (None, style):
-            self._console.print()
-        self._style = style
-        self._console.print(text, end="", style=style, markup=False, soft_wrap=True)
+        if last not in (None, style):
+            console.print()
+        last = style
+        shown = visible(text) if console.is_terminal else text
+        console.print(shown, end="", style=style or "none", markup=False, soft_wrap=True)
 
-
-def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str) -> None:
-    limit = pipeline.engine.max_request_tokens
-    text = ""
-    show = _Printer(console)
     try:
-        config = GenerationConfig(max_new_tokens=limit, **pipeline.engine.loaded.sampling)
-        for chunk in pipeline.stream_infer(session.messages(line), config):
-            text += chunk.text
-            show(chunk)
-            if chunk.finish_reason == "error":
-                console.print(f"\nerror: {chunk.error_message}", style="red", markup=False)
-                return
-            if chunk.finish_reason == "length":
-                console.print(f" [incomplete: {_FULL}]", style="dim", markup=False)
+        yield write
+    finally:
+        if last is not None:
+            console.print()
+
+
+def _show(chunk: Response, write: _Write) -> None:
+    """Write a chunk: reasoning and tool calls dim."""
+    write(chunk.reasoning_content or "", "dim")
+    write(chunk.text)
+    for call in chunk.tool_calls or []:
+        if call.function.name:
+            write(f"\n[{call.function.name}] ", "dim")
+        write(call.function.arguments, "dim")
+
+
+def _answer(
+    pipeline: Pipeline,
+    session: Session,
+    *,
+    console: Console,
+    line: str,
+    options: dict[str, Any],
+) -> None:
+    """Print the response and add the turn to the session, also after Ctrl-C."""
+    limit = pipeline.engine.max_request_tokens
+    text, last = "", None
+    note, style = "", "dim"
+    try:
+        config = GenerationConfig(
+            **{"max_new_tokens": limit} | pipeline.engine.loaded.sampling | options
+        )
+        stream = pipeline.stream_infer(session.messages(line), config)
+        with _writer(console) as write, closing(cast("Generator[Response]", stream)):
+            for last in stream:
+                text += last.text
+                _show(last, write)
     except KeyboardInterrupt:
-        console.print(" [stopped]", style="dim", markup=False)
-        session.history.append((line, text))
-        return
+        note = "[stopped]"
     except ValueError as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        note, style = f"error: {error}", "red"
         if session.history and isinstance(error, OptionError) and error.field == "prompt":
-            console.print(_CLEAR, style="dim", markup=False)
-        return
-    console.print()
-    session.history.append((line, text))
+            note += f"\n{_CLEAR}"
+    if last is not None and last.finish_reason == "error":
+        note, style = f"error: {last.error_message}", "red"
+    elif last is not None and last.finish_reason == "length":
+        is_own = last.generate_token_len >= options.get("max_new_tokens", limit + 1)
+        note = f"[incomplete: {'--max-new-tokens is reached' if is_own else _FULL}]"
+    if note:
+        console.print(note, style=style, markup=False)
+    if console.is_terminal:
+        console.print()
+    if style == "dim" and (text or not note):
+        session.history.append((line, text))

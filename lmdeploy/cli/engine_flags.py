@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
@@ -27,10 +27,20 @@ from lmdeploy.config.kv_format_options import (
 from lmdeploy.config.unsupported import unsupported_flags
 
 UNSUPPORTED_FLAGS = unsupported_flags()
+FLAGS_WITHOUT_EFFECT = {
+    "--eager-mode": "results with CUDA graphs and without are the same",
+    "--language-model-only": "of a vision checkpoint, only the text part is loaded",
+    "--disable-vision-encoder": "of a vision checkpoint, only the text part is loaded",
+    "--trust-remote-code": "code of a checkpoint is never run",
+}
+_MIN_BEGINNING = 5  # characters, dashes included
+_MAX_SUGGESTIONS = 3
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports errors in one line with exit status 2, and accepts no abbreviated flags."""
+
+    model_commands: Sequence[str] = ()  # those that a user may forget before a model
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -54,6 +64,25 @@ class OneLineParser(argparse.ArgumentParser):
                 fail(f"{self.prog} needs a command: {names}. --help describes them.")
         fail(message)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a choice. argparse has no public hook for the message about a wrong command."""
+        if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
+            super()._check_value(action, value)
+            return
+        name = " ".join(str(value).split())[:80]
+        near = difflib.get_close_matches(name, action.choices, n=1)
+        nested = [
+            f"{self.prog} {command} {name}"
+            for command, parser in action.choices.items()
+            for child in parser._actions
+            if isinstance(child, argparse._SubParsersAction) and name in child.choices
+        ]
+        models = [f"{self.prog} {command} {name}" for command in self.model_commands]
+        hints = nested or [f"{self.prog} {match}" for match in near] or models
+        hint = f" Did you mean {' or '.join(hints)}?" if hints else ""
+        commands = ", ".join(action.choices)
+        self.error(f"{self.prog} has no command {name!r}. The commands are {commands}.{hint}")
+
     def _suggestion(self, unknown: Sequence[str]) -> str:
         flags = [
             flag
@@ -61,14 +90,22 @@ class OneLineParser(argparse.ArgumentParser):
             if action.help != argparse.SUPPRESS
             for flag in action.option_strings
         ]
-        given = [text.partition("=")[0] for text in unknown if text.startswith("--")]
-        near = [
-            match
-            for text in given
-            for match in difflib.get_close_matches(text, flags, n=1)
-            if not _are_opposed(text, match)
-        ]
-        return f"; did you mean {' '.join(near)}?" if near else ""
+        given = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        near = [" or ".join(found) for text in given if (found := similar_flags(text, flags))]
+        return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def similar_flags(text: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags that begin with the text, contain its words, or are spelled like it."""
+    given = "--" + text.strip("-").lower().replace("_", "-")
+    words = set(given.split("-"))
+    found: list[str] = []
+    if len(given) >= _MIN_BEGINNING:
+        found = [flag for flag in flags if flag.startswith(given)]
+        found = found or [flag for flag in flags if words <= set(flag.split("-"))]
+    if not 0 < len(found) <= _MAX_SUGGESTIONS:
+        found = difflib.get_close_matches(given, flags, n=1)
+    return [flag for flag in found if not _are_opposed(given, flag)]
 
 
 def _are_opposed(first: str, second: str) -> bool:
@@ -98,6 +135,18 @@ class _Refuse(argparse.Action):
         shown = " ".join([flag, *given])[:120]
         wanted = f" or set it to its default, {accepted[0]}" if accepted else ""
         parser.error(f"{shown} is not supported. Remove it{wanted}.")
+
+
+def add_flags_without_effect(
+    parser: argparse.ArgumentParser, flags: Iterable[str] = FLAGS_WITHOUT_EFFECT
+) -> None:
+    """Add switches of LMDeploy that describe what this package does anyway."""
+    group = parser.add_argument_group("without effect")
+    for flag in flags:
+        reason = FLAGS_WITHOUT_EFFECT[flag]
+        group.add_argument(
+            flag, action="store_true", default=argparse.SUPPRESS, help=f"no effect: {reason}"
+        )
 
 
 def add_unsupported(parser: argparse.ArgumentParser) -> None:
@@ -434,6 +483,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_log_level(parser)
     add_engine_flags(parser)
+    add_flags_without_effect(parser)
     add_unsupported(parser)
 
 

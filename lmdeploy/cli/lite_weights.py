@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.cli.engine_flags import add_log_level
+from lmdeploy.cli.engine_flags import add_flags_without_effect, add_log_level
 
 # Flags of LMDeploy that describe a calibration data set, which would be downloaded.
 _CALIBRATION_FLAGS = ("--calib-dataset", "--calib-samples", "--calib-seqlen")
@@ -58,6 +58,7 @@ def add_weight_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
                 flag, action=_UseText, help=argparse.SUPPRESS, default=argparse.SUPPRESS
             )
         add_log_level(parser)
+        add_flags_without_effect(parser, ["--trust-remote-code"])
         parser.set_defaults(run=_quantize, method=method)
 
 

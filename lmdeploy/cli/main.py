@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lmdeploy.base.logs import LOG_FORMAT
 from lmdeploy.chat.formats.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_names
+from lmdeploy.cli.chat import add_sampling_flags
 from lmdeploy.cli.engine_flags import OneLineParser, add_common_flags, fail
 from lmdeploy.cli.kv_store import add_kv_store_commands
 from lmdeploy.cli.lite import add_lite_commands
@@ -22,8 +23,10 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chat = commands.add_parser("chat", help="chat with a model in the terminal")
     add_common_flags(chat)
+    add_sampling_flags(chat)
     chat.set_defaults(run=_chat)
     serve = commands.add_parser("serve", help="serve a model")
+    parser.model_commands, serve.model_commands = ("chat", "serve api_server"), ("api_server",)
     servers = serve.add_subparsers(dest="server", required=True, metavar="SERVER")
     api_server = servers.add_parser("api_server", help="serve an OpenAI-compatible HTTP API")
     add_common_flags(api_server)
@@ -214,8 +217,9 @@ def _add_model_flags(group: argparse._ActionsContainer) -> None:
         "--generation-config",
         default="auto",
         metavar="PATH",
-        help="defaults of the sampling fields: auto (the model's generation_config.json), none, or "
-        "the path of another generation_config.json or of its folder (default: auto)",
+        help="defaults of the sampling fields: auto (the model's generation_config.json), none or "
+        "lmdeploy (neutral ones), or the path of another generation_config.json or of its folder "
+        "(default: auto)",
     )
     group.add_argument(
         "--proxy-url",

@@ -34,6 +34,7 @@ def run_api_server(args: argparse.Namespace) -> int:
 
 def run_ray(args: argparse.Namespace) -> int:
     """Serve with replicas on Ray until interrupted. Return the exit status."""
+    from lmdeploy.checkpoint.hub import hub_address
     from lmdeploy.engine.load import Core
     from lmdeploy.replicas.deploy import ReplicaOptions, Replicas
     from lmdeploy.serve import server
@@ -51,7 +52,7 @@ def run_ray(args: argparse.Namespace) -> int:
     replicas = Replicas(
         args.model_path,
         config,
-        name=options.model_name or args.model_path,
+        name=options.model_name or hub_address(args.model_path)[0],
         options=ReplicaOptions(
             num_replicas=args.num_replicas,
             min_replicas=args.min_replicas,

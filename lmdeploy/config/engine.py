@@ -187,6 +187,7 @@ class TurbomindEngineConfig:
 
     def __post_init__(self) -> None:
         refuse_unsupported(self, unsupported_fields(ENGINE))
+        check_bool("language_model_only", self.language_model_only)
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
         parse_weight_format(self.weight_format)
         if self.gemm_input_dtype is not None and (

@@ -250,7 +250,6 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: 
 
     The window makes the comparison depend on `session_len`, so the line names both.
     """
-    ratio = plan.session_bytes_none / plan.session_bytes
     note = f"; {options.note}" if options.note else ""
     window16 = (
         f" + {plan.window16_bytes_per_sequence:,} per sequence"
@@ -261,6 +260,15 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: 
         f"KV cache: format {options.format}, quality {options.quality_text}, "
         f"{plan.bytes_per_token:,.0f} bytes per token{window16}, "
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
-        f"a session of {session_len:,} tokens takes {plan.session_bytes / 2**20:,.1f} MiB, "
-        f"{ratio:.2f}x less than in 16 bit ({plan.bytes_per_token_none:,.0f} bytes per token){note}"
+        f"a session of {session_len:,} tokens takes {plan.session_bytes / 2**20:,.1f} MiB"
+        f"{_comparison(plan)}{note}"
     )
+
+
+def _comparison(plan: _turbomind.MemoryPlan) -> str:
+    """Return the comparison with a 16-bit cache, or an empty text if the cache is one."""
+    own, other = plan.session_bytes, plan.session_bytes_none
+    if own == other:
+        return ""
+    factor = f"{other / own:.2f}x less than" if own < other else f"{own / other:.2f}x as much as"
+    return f", {factor} in 16 bit ({plan.bytes_per_token_none:,.0f} bytes per token)"

@@ -11,6 +11,7 @@ from lmdeploy.base.checks import show
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.chat.formats.base import ChatFormat, ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
+from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
@@ -174,7 +175,7 @@ def load_engine_with(
         ),
         kv=kv,
         sampling=sampling_defaults(texts.generation_config),
-        model_path=model_path,
+        model_path=hub_address(model_path)[0],
         model_type=model.model_type,
         device_line=device_line(device),
         gemm_input_dtype=device.gemm_input_dtype,

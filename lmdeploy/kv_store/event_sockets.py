@@ -16,6 +16,7 @@ from typing import Any
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.files import open_regular_file
+from lmdeploy.base.installed import install_command
 from lmdeploy.config.kv_events import FLAG, KvEventsConfig
 
 logger = logging.getLogger("lmdeploy")
@@ -40,7 +41,7 @@ class EventSockets:
         try:
             import zmq
         except ImportError:
-            raise _refused("needs zmq. Install lmdeploy-fp4[events].") from None
+            raise _refused(f"needs zmq. Run: {install_command('events')}") from None
         self._config = config
         self._queued = min(config.hwm, MAX_PEER_BYTES // (batch_bytes + _OVERHEAD_BYTES))
         self._secret: bytes | None = None

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
+from lmdeploy.base.installed import install_command
 from lmdeploy.config.kv_events import KvEventsConfig
 from lmdeploy.kv_store.event_sockets import MAX_PEER_BYTES, EventSockets
 
@@ -100,8 +101,8 @@ class KvEventPublisher:
 
         try:
             import msgpack
-        except ImportError:
-            reason = "needs msgpack. Install lmdeploy-fp4[events]."
+        except ImportError as error:
+            reason = f"needs {error.name}. Run: {install_command('events')}"
             raise OptionError("kv_events_config", reason) from None
         self.events = _turbomind.PrefixEvents()
         self._packer = msgpack.Packer()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lmdeploy.base.checks import refuse
+from lmdeploy.base.installed import install_command
 from lmdeploy.kv_store.store import Entry, StoreError, store_errors
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class RedisStore:
             from redis.retry import Retry
         except ImportError:
             raise ValueError(
-                "--kv-store redis:// needs a package that is not installed. Install it: "
-                "pip install redis"
+                f"--kv-store redis:// needs a package that is not installed. Run: "
+                f"{install_command('redis')}"
             ) from None
         parts = urlsplit(url)
         scheme = parts.scheme.replace("valkey", "redis")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from lmdeploy.base.checks import OptionError, check_int, refuse
+from lmdeploy.base.checks import check_int, refuse
+from lmdeploy.base.installed import install_command
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import Patience, ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
@@ -175,7 +176,7 @@ class Replicas:
 
 
 def _connect(address: str | None) -> Any:
-    """Connect to a Ray cluster, or start one. Return Ray. Raise OptionError without Ray."""
+    """Connect to a Ray cluster, or start one. Return Ray. Raise ValueError without Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
         # Ray then listens on loopback only. On Linux it ignores a loopback node address.
@@ -184,7 +185,7 @@ def _connect(address: str | None) -> Any:
         import ray
         from ray import serve
     except ImportError:
-        raise OptionError("num_replicas", "needs Ray. Install lmdeploy-fp4[ray].") from None
+        raise ValueError(f"`lmdeploy serve ray` needs Ray. Run: {install_command('ray')}") from None
     if address is None:  # without an address, Ray would join a cluster of this machine
         ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     else:

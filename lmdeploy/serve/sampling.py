@@ -18,21 +18,22 @@ def read_sampling(generation_config: str) -> dict[str, Any] | None:
     """Return the defaults of the sampling fields. None means the model's own.
 
     Args:
-        generation_config: "auto" (the model's own), "none", or the path of a
-            generation_config.json or of its folder.
+        generation_config: "auto" (the model's own), "none" (that of this package, which LMDeploy
+            calls "lmdeploy" and vLLM "vllm"), or the path of a generation_config.json or of its
+            folder.
 
     Raises:
         ValueError: if the file cannot be read.
     """
     if generation_config == "auto":
         return None
-    if generation_config == "none":
+    if generation_config in ("none", "lmdeploy", "vllm"):
         return sampling_defaults({})
     path = user_path("generation_config", generation_config, flag="--generation-config")
     if path.is_dir():
         path = path / "generation_config.json"
     if not path.is_file():
-        wanted = "auto, none, or the path of a generation_config.json or of its folder"
+        wanted = "auto, none, lmdeploy, or the path of a generation_config.json or of its folder"
         flag = "--generation-config"
         raise refuse("generation_config", generation_config, wanted=wanted, flag=flag)
     return sampling_defaults(read_json_object(path, _MAX_FILE_BYTES))

@@ -22,6 +22,7 @@ import uvicorn
 
 from lmdeploy.base.checks import OptionError, check_instance, check_int, check_strings, refuse
 from lmdeploy.base.logs import set_log_level
+from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.serve.http.connections import LimitedProtocol, without_query
 from lmdeploy.serve.http.tls import TlsFiles, find_tls_files
@@ -176,7 +177,7 @@ def run_server(
             sampling = read_sampling(options.generation_config)
             if sampling is not None:
                 engine.loaded.sampling = sampling
-            name = options.model_name or model_path
+            name = options.model_name or hub_address(model_path)[0]
             options.model_name = name
             app = make_app(engine, options, enable_metrics=config.enable_metrics)
             host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name

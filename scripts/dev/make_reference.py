@@ -107,13 +107,15 @@ def make_flags() -> str:
     """Return the page of all flags; flags that two commands share are listed once."""
     commands = dict(_commands(make_parser(), "lmdeploy"))
     rows = {name: _flag_rows(parser) for name, parser in commands.items()}
-    serve, chat = rows["lmdeploy serve api_server"], rows.pop("lmdeploy chat")
+    names = ("lmdeploy chat", "lmdeploy serve api_server")
+    shared = [row for row in rows[names[0]] if row in rows[names[1]]]
     parts = [
         "Every other flag of LMDeploy 0.18 is refused by name, unless it has its default value.",
-        "## lmdeploy chat and lmdeploy serve api_server",
-        _table(["flag", "meaning"], chat),
+        f"## {' and '.join(names)}",
+        _table(["flag", "meaning"], shared),
     ]
-    rows["lmdeploy serve api_server"] = [row for row in serve if row not in chat]
+    for name in names:
+        rows[name] = [row for row in rows[name] if row not in shared]
     for name in sorted(rows, key=list(commands).index):
         parts += [f"## {name}", _table(["flag", "meaning"], rows[name])]
     return _page("Flags", *parts)

@@ -7,12 +7,16 @@ import pytest
 NAMES = {
     "lmdeploy": (
         "pipeline serve Pipeline TurbomindEngineConfig GenerationConfig ChatTemplateConfig "
-        "Response Tokenizer APIClient client __version__"
+        "Response Tokenizer APIClient client __version__ PytorchEngineConfig VisionConfig "
+        "SpeculativeConfig"
     ),
     "lmdeploy.api": "client pipeline serve",
     "lmdeploy.kv_cache": "CacheConfig KVCache memory_table",
     "lmdeploy.kv_rows": "pack_rows unpack_rows",
-    "lmdeploy.messages": "GenerationConfig Response ResponseType TurbomindEngineConfig",
+    "lmdeploy.messages": (
+        "GenerationConfig Response ResponseType TurbomindEngineConfig PytorchEngineConfig "
+        "VisionConfig SpeculativeConfig"
+    ),
     "lmdeploy.model": "ChatTemplateConfig",
     "lmdeploy.pipeline": "Pipeline",
     "lmdeploy.tokenizer": "Tokenizer",
@@ -25,3 +29,19 @@ NAMES = {
 def test_public_names_are_importable(module: str) -> None:
     found = importlib.import_module(module)
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("PytorchEngineConfig", "Use TurbomindEngineConfig, which has the same names"),
+        ("VisionConfig", "Remove it"),
+        ("SpeculativeConfig", "Use speculative_algorithm"),
+    ],
+)
+def test_absent_option_class_names_its_replacement(name: str, advice: str) -> None:
+    for module in ("lmdeploy", "lmdeploy.messages"):
+        absent = getattr(importlib.import_module(module), name)
+        for options in ({}, {"tp": 2, "session_len": 4096}):
+            with pytest.raises(ValueError, match=f"^{name} is not supported. {advice}"):
+                absent(**options)

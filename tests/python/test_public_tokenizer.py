@@ -33,5 +33,7 @@ def test_tokenizer_of_a_folder_needs_no_weights(tmp_path: Path) -> None:
 
 
 def test_tokenizer_never_runs_code_of_a_checkpoint() -> None:
-    with pytest.raises(ValueError, match=r"^trust_remote_code is True\. It must be False\.$"):
-        Tokenizer("smollm2", trust_remote_code=True)
+    trusting = Tokenizer("smollm2", trust_remote_code=True)
+    assert trusting.encode(TEXT) == Tokenizer("smollm2").encode(TEXT)
+    with pytest.raises(ValueError, match=r"^trust_remote_code is 'yes'\. It must be True or False"):
+        Tokenizer("smollm2", trust_remote_code="yes")  # type: ignore[arg-type]

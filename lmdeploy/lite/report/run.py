@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmdeploy.base.checks import refuse
+from lmdeploy.base.installed import install_command
 from lmdeploy.engine.model_files import open_files
 from lmdeploy.engine.plan import longest_position
 from lmdeploy.lite.divergence import read_text
@@ -75,8 +76,8 @@ def make_report(options: ReportOptions) -> Report:
     """
     if not (picture := can_draw()):
         logger.warning(
-            "The report has no picture because matplotlib is not installed. "
-            "Install it with: pip install matplotlib"
+            "The report has no picture because matplotlib is not installed. Run: %s",
+            install_command("lite"),
         )
     texts = {path.stem: read_text(path) for path in options.texts}
     longest = longest_position(open_files(options.model_path).info.config)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.base.installed import install_command
 from lmdeploy.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from lmdeploy.serve.jobs import Job, PreparedRequest
 
-_PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 _DEFAULT_PATH = "/v1/traces"
 _EXPORT_SECONDS = 5  # for one batch of spans, with retries
 _CLOSE_SECONDS = 2  # for the last spans when the server stops
@@ -42,8 +42,8 @@ def check_endpoint(endpoint: str) -> str:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError:
         raise ValueError(
-            "--otlp-traces-endpoint needs packages that are not installed. Install them: "
-            f"pip install {' '.join(_PACKAGES)}"
+            "--otlp-traces-endpoint needs packages that are not installed. Run: "
+            f"{install_command('otlp')}"
         ) from None
     return endpoint if url.path.strip("/") else url._replace(path=_DEFAULT_PATH).geturl()
 

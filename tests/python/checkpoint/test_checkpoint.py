@@ -16,7 +16,7 @@ from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_mod
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.checkpoint.convert import bf16_bits, matrix_for_engine, vector_for_engine
-from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.hub import hub_address, resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.engine.model_files import cache_dtype
 
@@ -450,6 +450,62 @@ def test_resolve_model_hub_id_downloads_no_code(
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(ModelFormatError, match=r"owner/name.*hub failed: no network$"):
         resolve_model("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "revision"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name", None),
+        ("https://huggingface.co/owner/name/", "owner/name", None),
+        ("http://www.huggingface.co/owner/name.v2?library=x#top", "owner/name.v2", None),
+        ("https://huggingface.co/owner/name/tree/main", "owner/name", None),
+        ("https://hf.co/owner/name/tree/refs%2Fpr%2F1/", "owner/name", "refs/pr/1"),
+        ("HTTPS://HuggingFace.co/Owner/Name", "Owner/Name", None),
+        ("owner/name", "owner/name", None),
+        ("./owner/name", "./owner/name", None),
+        ("https://huggingface.co/owner", "https://huggingface.co/owner", None),
+        ("https://example.com/owner/name", "https://example.com/owner/name", None),
+    ],
+)
+def test_hub_address_is_a_name_and_a_revision(
+    address: str, name: str, revision: str | None
+) -> None:
+    assert hub_address(address) == (name, revision)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "https://huggingface.co/owner/name/tree/main/folder",
+        "https://huggingface.co/owner/name/blob/main/m.gguf",
+        "https://huggingface.co/datasets/owner/name",
+        "https://example.com/owner/name",
+        "https://huggingface.co/../name",
+    ],
+)
+def test_resolve_model_other_addresses_are_refused(model: str) -> None:
+    with pytest.raises(ModelFormatError, match=r"does not exist\. It must be"):
+        resolve_model(model)
+
+
+def test_resolve_model_hub_address_is_downloaded_although_a_folder_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[tuple[str, str | None]] = []
+
+    def download(model: str, *, revision: str | None, **_: Any) -> str:
+        calls.append((model, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "m.safetensors").write_bytes(b"")
+    (tmp_path / "owner/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    resolve_model("https://huggingface.co/owner/name")
+    resolve_model("https://huggingface.co/owner/name/tree/v1")
+    resolve_model("https://huggingface.co/owner/name/tree/v1", revision="v2")
+    assert calls == [("owner/name", None), ("owner/name", "v1"), ("owner/name", "v2")]
 
 
 def test_resolve_model_revision_of_a_path_is_rejected(llama_folder: Path) -> None:

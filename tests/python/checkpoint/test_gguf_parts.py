@@ -322,7 +322,9 @@ class Hub:
 
 
 @pytest.mark.parametrize("is_online", [True, False])
-@pytest.mark.parametrize("model", ["owner/name:Q8_0", "hf.co/owner/name:q8_0"])
+@pytest.mark.parametrize(
+    "model", ["owner/name:Q8_0", "hf.co/owner/name:q8_0", "https://hf.co/owner/name:Q8_0"]
+)
 def test_resolve_model_hub_id_with_a_tag_downloads_the_parts(
     several: Path, monkeypatch: pytest.MonkeyPatch, *, model: str, is_online: bool
 ) -> None:

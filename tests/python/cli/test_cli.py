@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import io
+import argparse
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_engine import make_engine
-from rich.console import Console
 
-from lmdeploy import Pipeline
-from lmdeploy.cli.chat import talk
-from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS, engine_config
+from lmdeploy import GenerationConfig, TurbomindEngineConfig
+from lmdeploy.cli.engine_flags import FLAGS_WITHOUT_EFFECT, UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.main import main, make_parser
 from lmdeploy.cli.serve import api_keys
+from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.kv_quality import DEFAULT_WINDOW16_TOKENS
 from lmdeploy.serve import server
+from lmdeploy.serve.sampling import read_sampling
 from lmdeploy.serve.state import ServerOptions
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")
+OF_OTHERS = {"--force-reinstall", "--no-deps", "--merge"}  # pip, llama-gguf-split
 
 
 def parse(*flags):
@@ -76,10 +85,15 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
         (["--quant-polcy", "16"], "arguments: --quant-polcy 16; did you mean --quant-policy?"),
         (["--quant-polcy=16"], "did you mean --quant-policy?"),
         (["--server-prt", "1"], "did you mean --server-port?"),
+        (["--server_port", "1"], "did you mean --server-port?"),
+        (["-server-port", "1"], "did you mean --server-port?"),
+        (["--port", "1"], "did you mean --server-port?"),
+        (["--cache-max", "1"], "did you mean --cache-max-entry-count?"),
+        (["--api-key", "1", "--SSL"], "did you mean --api-keys, --ssl?"),
+        (["--session", "1"], "did you mean --session-len?"),
         (["--enable-metrics"], "unrecognized arguments: --enable-metrics\n"),
         (["--h"], "did you mean -h?"),
         (["--", "--x"], "unrecognized arguments"),
-        (["--disable-vision-encoder"], "--disable-vision-encoder"),
         (["--session", "5"], "--session"),
     ],
 )
@@ -87,13 +101,70 @@ def test_api_server_invalid_flag_is_named_in_the_error(capsys, flags, text):
     assert text in refused(capsys, *flags)
 
 
+@pytest.mark.parametrize("flag", FLAGS_WITHOUT_EFFECT)
+def test_flag_without_effect_is_accepted_and_described(capsys, flag):
+    assert engine_config(parse(flag)) == engine_config(parse())
+    assert engine_config(make_parser().parse_args(["chat", "m", flag])) == engine_config(parse())
+    with pytest.raises(SystemExit):
+        main(["serve", "api_server", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{flag} no effect: {FLAGS_WITHOUT_EFFECT[flag]}" in text
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from flags_of(child)
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the string literals of a source file."""
+    source = path.read_text("utf-8")
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    else:
+        yield from re.findall(r"""("[^"\n]*"|'[^'\n]*'|`[^`]*`)""", source)
+
+
+def test_flags_in_texts_of_the_source_exist():
+    known = {*flags_of(make_parser()), *OF_OTHERS}
+    paths = [*(ROOT / "lmdeploy").rglob("*.py"), *(ROOT / "lmdeploy/serve/web").glob("*.js")]
+    paths += [path for path in (ROOT / "src").rglob("*") if path.suffix in (".cc", ".cu", ".h")]
+    named = [
+        (path.name, flag) for path in paths for text in texts(path) for flag in FLAG.findall(text)
+    ]
+    assert len({flag for _, flag in named}) > 50
+    assert [(name, flag) for name, flag in named if flag not in known] == []
+
+
+@pytest.mark.parametrize("options", [TurbomindEngineConfig, GenerationConfig])
+def test_flags_in_errors_of_options_exist(options):
+    known = set(flags_of(make_parser()))
+    for field in dataclasses.fields(options):
+        for value in (object(), -7, "", [], {"x": object()}):
+            try:
+                options(**{field.name: value})
+            except ValueError as error:
+                assert [flag for flag in FLAG.findall(str(error)) if flag not in known] == []
+
+
 def test_main_invalid_command_lists_the_valid_ones(capsys):
     assert "needs a command: chat, serve, lite, kv-store, check_env." in refused(capsys, command=())
     assert "lmdeploy serve needs" in (text := refused(capsys, command=("serve",)))
     assert "a command: api_server, ray." in text
     assert "calibrate, kv-search, kv-report" in refused(capsys, command=("lite",))
-    refused(capsys, command=("serve", "gradio"))
-    refused(capsys, command=("convert",))
+    text = refused(capsys, command=("serve", "smollm2"))
+    assert "lmdeploy serve has no command 'smollm2'. The commands are api_server, ray." in text
+    assert "Did you mean lmdeploy serve api_server smollm2?" in text
+    text = refused(capsys, command=("org/model", "--quant-policy", "16"))
+    assert "lmdeploy chat org/model or lmdeploy serve api_server org/model?" in text
+    assert "mean lmdeploy serve api_server?" in refused(capsys, command=("serve", "api-server"))
+    assert "mean lmdeploy serve api_server?" in refused(capsys, command=("api_server", "smollm2"))
+    assert "mean lmdeploy lite calibrate?" in refused(capsys, command=("lite", "calibrat", "x"))
 
 
 def test_api_server_help_shows_defaults(capsys):
@@ -185,50 +256,6 @@ def test_api_server_missing_model_is_named_in_the_error(capsys):
     assert "/no/such/model" in text
 
 
-def test_talk_answers_and_runs_commands():
-    lines = iter(["/help", "hello", "", "/clear", "again", "/exit"])
-    out = io.StringIO()
-    console = Console(file=out, width=200)
-    with Pipeline("fake", engine=make_engine()) as pipeline:
-        talk(pipeline, console, read=lambda: next(lines))
-    text = out.getvalue()
-    assert "You said: HELLO" in text and "You said: AGAIN" in text and "/clear" in text
-
-
-def test_talk_reports_an_answer_cut_by_session_len():
-    lines = iter(["hello", "/exit"])
-    out = io.StringIO()
-    engine = make_engine(lambda _: "a" * 2000, session_len=64)
-    engine.loaded.sampling["top_k"] = 7
-    with Pipeline("fake", engine=engine) as pipeline:
-        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-        assert engine.loaded.cpp_engine.requests[0].top_k == 7  # the model's own sampling
-    assert (
-        "[incomplete: " in out.getvalue()
-        and "start a new conversation with /clear" in out.getvalue()
-    )
-
-
-def test_talk_full_conversation_suggests_clear():
-    lines = iter(["a" * 20, "b" * 40, "/exit"])
-    out = io.StringIO()
-    engine = make_engine(session_len=96)
-    with Pipeline("fake", engine=engine) as pipeline:
-        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-    assert (
-        "Shorten it or raise" in out.getvalue()
-        and "Start a new conversation with /clear." in out.getvalue()
-    )
-
-
-def test_talk_end_of_input_ends_the_loop():
-    def read():
-        raise EOFError
-
-    with Pipeline("fake", engine=make_engine()) as pipeline:
-        talk(pipeline, Console(file=io.StringIO()), read=read)
-
-
 def test_api_keys_come_from_the_flag_or_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,3 +274,24 @@ def test_api_key_of_the_environment_reaches_the_server(monkeypatch: pytest.Monke
     monkeypatch.setattr(server, "run_server", lambda *_, options, **__: seen.append(options))
     assert main(["serve", "api_server", "smollm2"]) == 0
     assert seen[0].api_keys == ["secret"]
+
+
+@pytest.mark.parametrize("name", ["none", "lmdeploy", "vllm"])
+def test_generation_config_name_means_that_the_models_own_is_not_read(name: str) -> None:
+    assert parse("--generation-config", name).generation_config == name
+    assert read_sampling(name) == sampling_defaults({})
+    assert read_sampling("auto") is None
+
+
+def test_api_server_hub_address_is_served_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lmdeploy.engine.load as load
+
+    names: list[str] = []
+    monkeypatch.setattr(load, "load_engine_with", lambda *_, **__: make_engine().loaded)
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    monkeypatch.setattr(
+        server, "format_line", lambda _, options: names.append(options.model_name) or ""
+    )
+    for address in ("https://huggingface.co/owner/name/tree/main", "owner/name"):
+        main(["serve", "api_server", address, "--server-port", "0"])
+    assert names == ["owner/name"] * 2

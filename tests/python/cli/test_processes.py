@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 from hostile_redis import hostile_redis
+from terminals import Terminal
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 COMMAND = [sys.executable, "-m", "lmdeploy"]
@@ -170,6 +172,44 @@ def test_chat_reads_questions_from_a_pipe() -> None:
     assert answer
     assert forgotten.strip().startswith("Started a new conversation.")
     assert "never read" not in done.stdout
+
+
+def test_chat_in_a_terminal_edits_stops_and_leaves(tmp_path: Path) -> None:
+    flags = ["--session-len", "8192", "--temperature", "0"]
+    with Terminal(
+        [*COMMAND, "chat", "smollm2", *flags], {"XDG_CACHE_HOME": str(tmp_path)}
+    ) as terminal:
+        terminal.read_until("you>")
+        terminal.type("What is the capital of Grance?" + "\x1b[D" * 6 + "\x08F\r")
+        terminal.read_until("Paris")
+        terminal.read_until("you>")
+        terminal.type("\x1b[A\r")  # the arrow up brings the question back
+        terminal.read_until("What is the capital of France?")
+        terminal.read_until("Paris")
+        terminal.read_until("you>")
+        terminal.type("Write a very long story about the sea, with many chapters.\r")
+        terminal.read_until("many chapters.")
+        terminal.read_until("…")
+        time.sleep(0.3)
+        terminal.type("\x03")
+        terminal.read_until("[stopped]")
+        terminal.read_until("you>")
+        terminal.type("unfinished\x03")
+        terminal.type("\x03")
+        terminal.read_until("Press Ctrl-C again or Ctrl-D to leave.")
+        terminal.type("\x03")
+        assert terminal.process.wait(timeout=30) == 0
+    history = tmp_path / "lmdeploy" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert history.read_text().count("+What is the capital of France?\n") == 1
+
+
+def test_chat_in_a_terminal_ends_at_ctrl_d(tmp_path: Path) -> None:
+    command = [*COMMAND, "chat", "smollm2", "--session-len", "512"]
+    with Terminal(command, {"XDG_CACHE_HOME": str(tmp_path)}) as terminal:
+        terminal.read_until("you>")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=30) == 0
 
 
 class FakeProxy(BaseHTTPRequestHandler):

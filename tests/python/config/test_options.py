@@ -100,6 +100,14 @@ def test_engine_config_unsupported_field_accepts_only_its_default(field):
             TurbomindEngineConfig(**{field: other})
 
 
+def test_engine_config_language_model_only_is_accepted():
+    assert TurbomindEngineConfig(language_model_only=True).language_model_only
+    with pytest.raises(
+        ValueError, match=r"^language_model_only is 'yes'\. It must be True or False"
+    ):
+        TurbomindEngineConfig(language_model_only="yes")
+
+
 @pytest.mark.parametrize("field", unsupported_fields(GENERATION))
 def test_generation_config_unsupported_field_accepts_only_its_default(field):
     GenerationConfig(**{field: unsupported_fields(GENERATION)[field]})

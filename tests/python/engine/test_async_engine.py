@@ -13,6 +13,7 @@ from fake_engine import EOS, FakeTextStream, FakeTokenizer, make_engine
 from lmdeploy import GenerationConfig
 from lmdeploy.chat.formats.base import AnswerStart
 from lmdeploy.engine.async_engine import EngineFailure
+from lmdeploy.engine.kv_quality import cache_line
 from lmdeploy.engine.load import _eos_ids
 from lmdeploy.response import Response
 
@@ -383,6 +384,15 @@ def test_cache_line_describes_the_kv_cache(engine):
         "1.0 MiB; a session of 512 tokens takes 0.1 MiB, 2.50x less than in 16 bit (300 bytes per "
         "token)"
     )
+
+
+def test_cache_line_compares_only_other_caches_with_16_bit(engine):
+    plan = engine.loaded.cpp_engine.memory_plan()
+    plan.session_bytes = plan.session_bytes_none
+    kv = engine.loaded.kv
+    assert cache_line(kv, plan, session_len=512).endswith("a session of 512 tokens takes 0.1 MiB")
+    plan.session_bytes = 2 * plan.session_bytes_none
+    assert ", 2.00x as much as in 16 bit (300" in cache_line(kv, plan, session_len=512)
 
 
 def test_submit_prepares_stop_words_outside_the_event_loop():

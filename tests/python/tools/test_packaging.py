@@ -1,10 +1,11 @@
-"""Check that the Dockerfile and the systemd unit start the server with flags that exist."""
+"""Check the Dockerfile, the systemd unit, what README installs, and the wheel's script."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 from lmdeploy.cli.main import make_parser
@@ -57,3 +58,30 @@ def test_context_of_the_image_has_what_the_build_reads() -> None:
     assert all((ROOT / name).exists() for name in kept)
     assert {"pyproject.toml", "setup.py", "CMakeLists.txt", "README.md"} <= kept
     assert {"include", "lmdeploy", "src"} <= kept
+
+
+def test_readme_names_extras_and_scripts_that_exist() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert re.search(r"^pip install \. ", text, re.M)
+    assert (ROOT / re.findall(r"^(scripts/wheel\.sh)", text, re.M)[0]).stat().st_mode & 0o111
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    table = project.split("[project.optional-dependencies]")[1].partition("\n[")[0]
+    extras = re.findall(r"^(\w+) = \[", table, re.M)
+    named = re.search(
+        r"Optional features need more packages: `pip install\s'\.\[ray\]'`(.*?)\.\n", text, re.S
+    )
+    assert named is not None
+    others = set(re.findall(r"`(\w+)`", named[1])) | {"ray"}
+    assert others == set(extras) - {"test", "eval"}
+
+
+def test_wheel_script_refuses_other_values_of_tm_cuda() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts/wheel.sh"],
+        env={"TM_CUDA": "AUTO", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "wheel.sh: TM_CUDA is 'AUTO'. It must be ON or OFF.\n"

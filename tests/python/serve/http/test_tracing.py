@@ -242,7 +242,7 @@ def test_missing_packages_are_named(
         main(command)
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http" in error
+    assert "Run: pip install 'opentelemetry-exporter-otlp-proto-http>=" in error
     assert error.count("\n") == 1
 
 
