@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmdeploy.base.checks import ContextLengthError, OptionError, flag_of
 from lmdeploy.chat.formats.base import AnswerStart
-from lmdeploy.chat.prompt_template import NO_TEMPLATE
+from lmdeploy.chat.templates.prompt_template import NO_TEMPLATE
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import ChatFormat
-    from lmdeploy.chat.prompt_template import PromptTemplate
+    from lmdeploy.chat.templates.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.chat.tool_calls import ToolUse
 

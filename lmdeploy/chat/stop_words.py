@@ -1,4 +1,4 @@
-"""⑨ Stop an answer at its stop words, and hold back text that may begin one.
+"""⑨ Stop an answer at its stop words or repetitions, and hold back text that may begin a word.
 
 Pure and synchronous; one object per answer, used by one coroutine.
 """
@@ -6,7 +6,7 @@ Pure and synchronous; one object per answer, used by one coroutine.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -217,3 +217,25 @@ class SpecialTokenStopFilter(AnswerText):
         self._append(rest[: max(len(rest) - lacking, 0)])
         self.stop_word = self.stop_word or gate.stop_word
         self.stopped = self._done = True
+
+
+class RepetitionStop:
+    """Counts the runs of `size` tokens in an answer, and says when one occurred too often.
+
+    It keeps a hash per token, whatever the size.
+    """
+
+    def __init__(self, size: int, threshold: int) -> None:
+        self._newest: deque[int] = deque(maxlen=size)
+        self._size = size
+        self._threshold = threshold
+        self._counts: Counter[int] = Counter()
+
+    def add(self, token: int) -> bool:
+        """Add a token. Return whether the newest run has now occurred `threshold` times."""
+        self._newest.append(token)
+        if len(self._newest) < self._size:
+            return False
+        run = hash(tuple(self._newest))
+        self._counts[run] += 1
+        return self._counts[run] >= self._threshold

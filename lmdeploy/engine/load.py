@@ -21,7 +21,7 @@ from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
-    from lmdeploy.chat.prompt_template import PromptTemplate
+    from lmdeploy.chat.templates.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.checkpoint.fingerprint import FileIdentities
     from lmdeploy.config.chat_template import ChatTemplateConfig
@@ -121,7 +121,7 @@ def load_engine_with(
     only the texts of the model are read here. None loads the weights.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.chat.prompt_template import NO_TEMPLATE, choose_template
+    from lmdeploy.chat.templates.prompt_template import NO_TEMPLATE, choose_template
 
     device = open_device(config)
     files, engine_config, kv = plan_engine(model_path, config, device=device)

@@ -11,7 +11,11 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
+from lmdeploy.chat.templates.jinja_template import (
+    ChatTemplate,
+    template_from_folder,
+    template_from_gguf,
+)
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.checkpoint.convert import (
     MAPPED_FORMATS,

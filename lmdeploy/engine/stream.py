@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from lmdeploy.chat.formats.base import AnswerDecoder
-from lmdeploy.chat.stop_words import SpecialTokenStopFilter
+from lmdeploy.chat.stop_words import RepetitionStop, SpecialTokenStopFilter
 from lmdeploy.chat.tool_calls import join_tool_calls
 from lmdeploy.config.generation import GenerationConfig
-from lmdeploy.engine.repetition import RepetitionStop
 from lmdeploy.response import FinishReason, Response
 
 _FINISH_REASONS: dict[str, FinishReason] = {

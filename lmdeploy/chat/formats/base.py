@@ -18,7 +18,7 @@ from lmdeploy.chat.tool_calls import Tool, ToolCall, ToolUse, parsed_arguments
 
 if TYPE_CHECKING:
     from lmdeploy.chat.grammar import AnswerGrammar
-    from lmdeploy.chat.prompt_template import PromptTemplate
+    from lmdeploy.chat.templates.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
 Message = dict[str, Any]

@@ -22,7 +22,7 @@ from lmdeploy.chat.messages import check_messages, is_continued
 from lmdeploy.chat.tool_calls import Tool
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.prompt_template import PromptTemplate
+    from lmdeploy.chat.templates.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
 

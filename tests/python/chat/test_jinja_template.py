@@ -10,15 +10,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_models import byte_tokenizer
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.chat import jinja_template
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.chat.jinja_template import (
+from lmdeploy.chat.templates import jinja_template
+from lmdeploy.chat.templates.jinja_template import (
     ChatTemplate,
     template_from_file,
     template_from_folder,
     template_from_gguf,
 )
-from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.chat.tokenizer import Tokenizer
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.hub import resolve_model
@@ -249,7 +249,7 @@ def test_render_expensive_template_is_stopped_by_a_limit(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The expected text shows that our limit stopped the template, not a MemoryError.
-    monkeypatch.setattr("lmdeploy.chat.template_limits.MAX_SECONDS", 0.5)
+    monkeypatch.setattr("lmdeploy.chat.templates.template_limits.MAX_SECONDS", 0.5)
     with pytest.raises(ValueError, match=words):
         template(source).render(MESSAGES)
 
@@ -363,7 +363,7 @@ def test_render_limits_do_not_affect_ordinary_templates() -> None:
 def test_tojson_stops_at_the_output_limit(
     monkeypatch: pytest.MonkeyPatch, indent: int | None
 ) -> None:
-    monkeypatch.setattr("lmdeploy.chat.jinja_template._MAX_OUTPUT_CHARS", 100_000)
+    monkeypatch.setattr("lmdeploy.chat.templates.jinja_template._MAX_OUTPUT_CHARS", 100_000)
     value: object = list(range(50_000))
     for _ in range(50):
         value = [value]

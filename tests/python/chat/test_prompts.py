@@ -14,10 +14,10 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.chat import prompts
 from lmdeploy.chat.formats.text import TextFormat
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.chat.jinja_template import ChatTemplate
 from lmdeploy.chat.messages import check_messages
-from lmdeploy.chat.prompt_template import PromptTemplate, choose_template
 from lmdeploy.chat.prompts import check_template_options, encode_chat
+from lmdeploy.chat.templates.jinja_template import ChatTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate, choose_template
 from lmdeploy.config.chat_template import ChatTemplateConfig
 
 QUESTION = [{"role": "user", "content": "abc"}]

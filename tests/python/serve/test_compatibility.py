@@ -10,8 +10,8 @@ import pytest
 from fake_engine import make_engine
 from serving import ANSWER, CHAT, post, serving
 
-from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.chat.templates.jinja_template import ChatTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.config.unsupported import ANY, UNSUPPORTED
 from lmdeploy.serve.routes.base import BODIES
 

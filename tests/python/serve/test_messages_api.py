@@ -13,8 +13,8 @@ from serving import serving
 
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
-from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.chat.templates.jinja_template import ChatTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWER = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"

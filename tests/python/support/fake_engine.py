@@ -15,8 +15,8 @@ import numpy.typing as npt
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
 from lmdeploy.chat.formats.registry import choose_format
-from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.chat.templates.jinja_template import ChatTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.config.kv_format_options import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.kv_quality import KvOptions

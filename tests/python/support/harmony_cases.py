@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lmdeploy.chat.formats.base import Delta
 from lmdeploy.chat.formats.harmony.parser import parse_answer
-from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.chat.templates.jinja_template import ChatTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate
 
 VOCABULARY = "o200k_base.tiktoken"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"

@@ -21,7 +21,7 @@ from lmdeploy.chat.grammar import AnswerGrammar, arguments_grammar
 from lmdeploy.chat.tool_calls import Tool, ToolUse, tool_name
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.prompt_template import PromptTemplate
+    from lmdeploy.chat.templates.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
 _NAME = "gpt-oss"  # as in LMDeploy

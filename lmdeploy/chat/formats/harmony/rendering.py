@@ -22,12 +22,12 @@ from lmdeploy.chat.formats.harmony.conversation import (
     read_options,
     read_tools,
 )
-from lmdeploy.chat.jinja_template import PreRenderedJson
+from lmdeploy.chat.templates.jinja_template import PreRenderedJson
 from lmdeploy.chat.tokenizer import without_surrogates
 from lmdeploy.chat.tool_calls import Tool
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.prompt_template import PromptTemplate
+    from lmdeploy.chat.templates.prompt_template import PromptTemplate
 
 _SPECIAL = re.compile(r"<(?=\|\w+\|>)")
 _ANALYSIS = "<|channel|>analysis<|message|>"

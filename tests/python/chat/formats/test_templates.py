@@ -21,8 +21,8 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.formats.base import AnswerStart, ChatFormat, ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.chat.formats.text import TextFormat
-from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompt_template import PromptTemplate
+from lmdeploy.chat.templates.jinja_template import ChatTemplate
+from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.chat.tool_calls import check_tool_use, join_tool_calls
 
 FOLDER = Path(sys.prefix) / "share/lmdeploy/templates"

@@ -1,7 +1,7 @@
 """② Render messages to prompt text with the checkpoint's Jinja template.
 
 Templates are downloaded and not trusted. They run in a sandbox with bounds on time and memory
-(chat/template_limits.py). The sizes of the template and of the prompt are limited too.
+(chat/templates/template_limits.py). The sizes of the template and of the prompt are limited too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
-from lmdeploy.chat.message_form import Message, MessageForm, find_form
+from lmdeploy.chat.templates.message_form import Message, MessageForm, find_form
 from lmdeploy.chat.tool_calls import JsonObject
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
-        from lmdeploy.chat.template_limits import TemplateLimitError, limits
+        from lmdeploy.chat.templates.template_limits import TemplateLimitError, limits
 
         context = {
             "tools": None,
@@ -223,7 +223,7 @@ def _sources_from_json(file: Path) -> dict[str, str]:
 def _compile(source: str, origin: str) -> Template:
     from jinja2 import TemplateError
 
-    from lmdeploy.chat.template_limits import BoundedEnvironment, bounded, limits
+    from lmdeploy.chat.templates.template_limits import BoundedEnvironment, bounded, limits
 
     if len(source) > _MAX_TEMPLATE_CHARS:
         raise ModelFormatError(

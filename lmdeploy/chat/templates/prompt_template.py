@@ -12,7 +12,7 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.messages import is_continued
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.jinja_template import ChatTemplate
+    from lmdeploy.chat.templates.jinja_template import ChatTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.chat_template import ChatTemplateConfig
 
@@ -123,7 +123,7 @@ def choose_template(
     own: ChatTemplate | None, config: ChatTemplateConfig | None, *, tokenizer: Tokenizer
 ) -> PromptTemplate | None:
     """Return the template to use, or None if neither the model nor `config` has one."""
-    from lmdeploy.chat.jinja_template import ChatTemplate, template_from_file
+    from lmdeploy.chat.templates.jinja_template import ChatTemplate, template_from_file
 
     if config is None:
         return None if own is None else PromptTemplate(own)

@@ -1,0 +1,1 @@
+"""② Chat templates: how they are read, bounded and given messages."""
