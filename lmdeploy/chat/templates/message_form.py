@@ -74,7 +74,7 @@ def find_form(render: Callable[[list[Message]], str]) -> MessageForm:
         text, sent = render(list(messages)), str(messages)
         return all(mark in text for mark in (_FIRST, _SECOND) if mark in sent)
 
-    def learn(role: str, before: Sequence[Message] = (), after: Sequence[Message] = ()) -> bool:
+    def learn(role: str, *, before: Sequence[Message] = (), after: Sequence[Message] = ()) -> bool:
         """Return whether the template shows this role, and remember the form of its content."""
         if shows(*before, of(role, _FIRST), *after):
             return True
