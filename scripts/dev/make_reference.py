@@ -35,6 +35,8 @@ LIMITS = (
     ("serve.http.bodies", "BODY_SECONDS", "{} seconds until a body is complete"),
     ("serve.http.connections", "HEAD_SECONDS", "{} seconds until a head is complete"),
     ("serve.http.connections", "MAX_WAITING", "{} connections with an incomplete head after 1 s"),
+    ("serve.http.accepting", "MAX_DESCRIPTORS", "{} open files, or the system's limit if lower"),
+    ("serve.http.accepting", "RESERVED_DESCRIPTORS", "{} of them are not used for connections"),
     ("serve.http.response_store", "MAX_ENTRIES", "{} stored responses"),
     ("serve.http.response_store", "MAX_BYTES", "{} bytes of stored responses"),
     ("serve.http.response_store", "MAX_AGE_SECONDS", "{} seconds for which a response is stored"),
