@@ -38,7 +38,11 @@ LIMITS = (
     ("serve.http.accepting", "MAX_DESCRIPTORS", "{} open files, or the system's limit if lower"),
     ("serve.http.accepting", "RESERVED_DESCRIPTORS", "{} of them are not used for connections"),
     ("serve.http.response_store", "MAX_ENTRIES", "{} stored responses"),
-    ("serve.http.response_store", "MAX_BYTES", "{} bytes of stored responses"),
+    (
+        "serve.http.response_store",
+        "MAX_BYTES",
+        "{} bytes of stored responses; the key that holds most loses its oldest",
+    ),
     ("serve.http.response_store", "MAX_AGE_SECONDS", "{} seconds for which a response is stored"),
     ("serve.schema", "MAX_BODY_VALUES", "{} JSON values in a body; a token id is one"),
     ("serve.schema", "MAX_PROMPTS", "{} prompts in a request"),
