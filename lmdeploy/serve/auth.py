@@ -76,15 +76,29 @@ class AuthMiddleware:
         return not self._keys or scope["path"] in self._public_paths or scope["method"] == "OPTIONS"
 
     def _matching_key(self, scope: Scope) -> bytes | None:
-        headers = Headers(scope=scope)
-        given = headers.get("x-api-key", "")  # as Anthropic's clients send it
-        if "authorization" in headers:
-            scheme, _, given = headers["authorization"].partition(" ")
-            if scheme.lower() != "bearer":
-                return None
+        given = _given_key(Headers(scope=scope))
+        if given is None:
+            return None
         # Compare with every key in constant time, so that the time reveals nothing about a key.
-        matches = [key for key in self._keys if hmac.compare_digest(given.strip().encode(), key)]
+        matches = [key for key in self._keys if hmac.compare_digest(given.encode(), key)]
         return matches[0] if matches else None
+
+
+def _given_key(headers: Headers) -> str | None:
+    """Return the key that a request sends in any of its forms, or None for another scheme."""
+    authorization = headers.get("authorization")
+    if authorization is None:
+        return headers.get("x-api-key", "").strip()  # as Anthropic's clients send it
+    scheme, _, given = authorization.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else None
+
+
+def owner_of(request: Request) -> str:
+    """Return a hash of the key that a request sends, which names the owner of what it makes."""
+    given = _given_key(request.headers)
+    if given is None:  # accepted only by a server without keys
+        given = request.headers["authorization"]
+    return hashlib.sha256(given.encode()).hexdigest()
 
 
 def with_key_salt(request: Request, cache_salt: str | None) -> str | None:

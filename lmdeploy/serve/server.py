@@ -24,6 +24,7 @@ from lmdeploy.base.checks import OptionError, check_instance, check_int, check_s
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.serve.http.accepting import BACKLOG, LimitedServer, raise_descriptor_limit
 from lmdeploy.serve.http.connections import LimitedProtocol, without_query
 from lmdeploy.serve.http.tls import TlsFiles, find_tls_files
 from lmdeploy.serve.http.tracing import check_endpoint
@@ -77,7 +78,7 @@ def listen(sock: socket.socket, server_name: str) -> None:
     """Start to accept connections. Raises ValueError if the port cannot be opened."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.listen(2048)
+        sock.listen(BACKLOG)
     except OSError as error:
         raise _taken(server_name, sock.getsockname()[1], error=error) from None
 
@@ -164,6 +165,7 @@ def run_server(
     check_instance("backend_config", config, kind=TurbomindEngineConfig)
     set_log_level(options.log_level)
     return_large_blocks()
+    raise_descriptor_limit()
     tls = find_tls_files() if options.ssl else None
     sock = bind(options.server_name, options.server_port)
     with closing(sock):
@@ -270,7 +272,7 @@ def make_settings(app: FastAPI, options: ServerOptions, *, tls: TlsFiles | None)
     return settings
 
 
-class GracefulServer(uvicorn.Server):
+class GracefulServer(LimitedServer):
     """Serves until a signal arrives. Then it closes the engine, which ends all streams properly.
 
     Running requests continue for `grace` seconds. Then each of them ends with an error, and `run`

@@ -1,4 +1,4 @@
-"""① Receives the bodies of requests, within limits of size, number, time and memory.
+"""① Receives and parses the bodies of requests, within limits of size, number, time and memory.
 
 Not thread-safe: only the server's event loop may use it.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import ClientDisconnect
 
@@ -19,6 +19,8 @@ from lmdeploy.serve.errors import ApiError, client_gone
 if TYPE_CHECKING:
     from fastapi import Request
 
+T = TypeVar("T")
+
 MAX_BODY_BYTES = 32 << 20
 # Limits of all bodies that are being received at the same time.
 MAX_OPEN_BODIES = 1024
@@ -26,6 +28,8 @@ MAX_OPEN_BYTES = 8 * MAX_BODY_BYTES
 # A body of at most this size never waits for bytes, so large ones cannot block small ones.
 SMALL_BYTES = 1 << 16
 BODY_SECONDS = 60
+# Larger bodies are parsed in a worker thread, one at a time.
+LARGE_BYTES = 1 << 18
 # Blocks of this size go back to the system when they are freed. glibc would raise its own limit to
 # 32 MiB with the first body and keep several hundred MiB after eight refused ones of 19 MiB.
 _MMAP_BYTES = 4 << 20
@@ -33,43 +37,43 @@ _M_MMAP_THRESHOLD = -3  # of glibc's <malloc.h>
 
 
 class BodyReader:
-    """Receives bodies and counts those that are incomplete."""
+    """Receives bodies and counts those that are not parsed yet."""
 
     def __init__(self) -> None:
         self.num_bodies = 0
         self.num_bytes = 0
+        self._parsing = asyncio.Lock()
 
-    async def read(self, request: Request) -> bytearray:
-        """Return the body of a request.
+    async def read(self, request: Request, parse: Callable[[bytearray], T]) -> T:
+        """Return the parsed body of a request.
 
         Raises:
             ApiError: 413 if the body is too long, 408 if it is not complete after BODY_SECONDS, 503
-                if the other incomplete bodies leave no room, and 400 if the client disconnects.
+                if the other bodies leave no room, and 400 if the client disconnects. Also what
+                `parse` raises.
         """
         length = request.headers.get("content-length")  # h11 accepts only digits
         declared = int(length) if length else 0
         if declared > MAX_BODY_BYTES:
             raise _too_long()
+        with self._open() as slot:
+            body = await self._receive(request, slot=slot, declared=declared)
+            if len(body) <= LARGE_BYTES:
+                return parse(body)
+            async with self._parsing:  # the objects take up to 25 times as much memory
+                return await asyncio.to_thread(parse, body)
+
+    async def _receive(self, request: Request, *, slot: _BodySlot, declared: int) -> bytearray:
+        """Return the body if it arrives in time."""
+        slot.grow(declared)
         try:
-            return await asyncio.wait_for(self._receive(request, declared), BODY_SECONDS)
+            return await asyncio.wait_for(_join_parts(request, slot), BODY_SECONDS)
         except ClientDisconnect:
             raise client_gone() from None
         except asyncio.TimeoutError:
             raise ApiError(
                 408, f"The body is not complete after {BODY_SECONDS} s. Send it faster."
             ) from None
-
-    async def _receive(self, request: Request, declared: int) -> bytearray:
-        """Reserve the declared length, and more when a body without a length grows."""
-        body = bytearray()
-        with self._open() as slot:
-            slot.grow(declared)
-            async for part in request.stream():
-                if len(body) + len(part) > MAX_BODY_BYTES:
-                    raise _too_long()
-                body += part
-                slot.grow(len(body))
-            return body
 
     @contextmanager
     def _open(self) -> Iterator[_BodySlot]:
@@ -101,6 +105,17 @@ class _BodySlot:
             raise _busy(f"It already receives bodies of {held} bytes.")
         self.num_bytes = num_bytes
         self._reader.num_bytes = held + more
+
+
+async def _join_parts(request: Request, slot: _BodySlot) -> bytearray:
+    """Receive a body. Reserve more when a body without a length grows."""
+    body = bytearray()
+    async for part in request.stream():
+        if len(body) + len(part) > MAX_BODY_BYTES:
+            raise _too_long()
+        body += part
+        slot.grow(len(body))
+    return body
 
 
 def return_large_blocks() -> None:

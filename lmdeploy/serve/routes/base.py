@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -75,7 +76,7 @@ def post(
                 check_content_type(request.headers.get("content-type"))
                 if needs_slot:
                     state.admission.check()
-                parsed = parse_request(body, await state.bodies.read(request))
+                parsed = await state.bodies.read(request, partial(parse_request, body))
                 state.metrics.count_unknown_fields(parsed.num_unknown)
                 return await handler(request, parsed)
             except Exception as error:

@@ -111,7 +111,7 @@ def _previous(state: ServerState, name: str, *, owner: str) -> list[Item]:
         raise ApiError(
             404, message, param="previous_response_id", code="previous_response_not_found"
         )
-    return [*found.input_items, *found.body["output"]]
+    return found.read_conversation()
 
 
 def input_messages(items: str | list[Item], *, skipped: list[str]) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> dict[str,
     limit = query.get("limit", str(_DEFAULT_ITEMS))
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_ITEMS:
         raise refuse("limit", limit, wanted=f"an integer from 1 to {MAX_ITEMS}")
-    items = list(stored.input_items)[:: 1 if order == "asc" else -1]
+    items = stored.read_input_items()[:: 1 if order == "asc" else -1]
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:

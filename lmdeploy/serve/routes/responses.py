@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import time
@@ -17,6 +16,7 @@ from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, RESPONSES, unsupported_body_fields
 from lmdeploy.response import Response as Answer
+from lmdeploy.serve.auth import owner_of
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response
 from lmdeploy.serve.http.response_store import StoredResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
@@ -281,7 +281,8 @@ class ResponsesReply:
         body["usage"] = self._usage_body(answer)
         request = self._request
         if request.store is not False:
-            self._state.responses.add(StoredResponse(request._owner, body, request._items))
+            stored = StoredResponse.of(request._owner, body, input_items=request._items)
+            self._state.responses.add(stored)
         return body
 
     def _usage_body(self, answer: Answer) -> dict[str, Any]:
@@ -349,12 +350,6 @@ def _status(answer: Answer) -> str:
     return "completed" if answer.finish_reason in ("stop", "tool_calls") else "incomplete"
 
 
-def _owner(request: Request) -> str:
-    """Return a hash of the key that a request sends."""
-    given = request.headers.get("authorization", "") + request.headers.get("x-api-key", "")
-    return hashlib.sha256(given.encode()).hexdigest()
-
-
 # Field of an error → its name in a body.
 _FIELDS = {"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"}
 _ENDPOINT = Endpoint(
@@ -375,7 +370,7 @@ _ENDPOINT = Endpoint(
 )
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Serve OpenAI's responses."""
-    body._owner = _owner(request)
+    body._owner = owner_of(request)
     return await respond(request, endpoint=_ENDPOINT, body=body)
 
 
@@ -397,7 +392,7 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
     state = state_of(request)
     if body.model is not None:
         check_model(state, body.model)
-    owner = _owner(request)
+    owner = owner_of(request)
     conversation, _ = conversation_of(state, body, given=body.input or [], owner=owner)
     try:
         num_tokens = await count_prompt_tokens(state, conversation)
@@ -409,8 +404,10 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
 @router.get("/v1/responses/{response_id}", responses=documented(404))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
-    found = state_of(request).responses.get(response_id, owner=_owner(request))
-    return _unknown(response_id) if found is None else JsonResponse(found.body)
+    found = state_of(request).responses.get(response_id, owner=owner_of(request))
+    if found is None:
+        return _unknown(response_id)
+    return Response(found.body, media_type="application/json")
 
 
 @router.get(
@@ -420,7 +417,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 )
 async def list_input_items(request: Request, response_id: str) -> Response:
     """Return the input items of a stored response, which begin with the earlier responses'."""
-    found = state_of(request).responses.get(response_id, owner=_owner(request))
+    found = state_of(request).responses.get(response_id, owner=owner_of(request))
     if found is None:
         return _unknown(response_id)
     return JsonResponse(page_of_items(found, request.query_params))
@@ -429,7 +426,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 @router.delete("/v1/responses/{response_id}", responses=documented(404))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Remove a stored response."""
-    if not state_of(request).responses.remove(response_id, owner=_owner(request)):
+    if not state_of(request).responses.remove(response_id, owner=owner_of(request)):
         return _unknown(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,7 +273,7 @@ def test_responses_invalid_field_is_named_in_the_error(
 
 
 def stored(name: str, owner: str = "a", size: int = 10) -> StoredResponse:
-    return StoredResponse(owner, {"id": name, "text": "x" * size}, [])
+    return StoredResponse.of(owner, {"id": name, "text": "x" * size}, input_items=[])
 
 
 def test_response_store_is_bounded_by_entries_bytes_and_age(
@@ -283,11 +285,12 @@ def test_response_store_is_bounded_by_entries_bytes_and_age(
     for i in range(5):
         store.add(stored(str(i)))
     assert len(store) == 3 and store.get("1", owner="a") is None
-    monkeypatch.setattr(response_store, "MAX_BYTES", 1000)
-    store.add(stored("large", size=900))
-    assert len(store) <= 3 and store.num_bytes <= 1000 and store.get("large", owner="a")
-    store.add(stored("too large", size=2000))
-    assert len(store) == 0 and store.num_bytes == 0
+    monkeypatch.setattr(response_store, "MAX_BYTES", 4000)
+    store.add(stored("large", size=2000))
+    assert len(store) == 1 and 3000 < store.num_bytes <= 4000 and store.get("large", owner="a")
+    store.add(stored("too large", size=4000))
+    assert len(store) == 1 and store.get("large", owner="a")
+    assert store.remove("large", owner="a") and store.num_bytes == 0
     store.add(stored("old"))
     now = response_store.MAX_AGE_SECONDS + 1.0
     assert store.get("old", owner="a") is None and store.num_bytes == 0
@@ -386,3 +389,55 @@ def test_responses_that_need_a_tool_of_another_provider_are_refused(
 ) -> None:
     reply = httpx.post(f"{url}/v1/responses", json={"model": "m", "input": "x", **change})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("bound", ["MAX_ENTRIES", "MAX_BYTES"])
+def test_response_store_removes_from_the_owner_who_holds_most(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = stored("a0").num_bytes
+    monkeypatch.setattr(response_store, bound, 6 if bound == "MAX_ENTRIES" else 6 * size)
+    store = ResponseStore()
+    for i in range(2):
+        store.add(stored(f"a{i}", "a"))
+    for i in range(20):
+        store.add(stored(f"b{chr(97 + i)}", "b"))
+    assert all(store.get(f"a{i}", owner="a") for i in range(2))
+    assert store.get("bt", owner="b") and store.get("bf", owner="b") is None
+    for i in range(2, 10):
+        store.add(stored(f"a{i}", "a"))
+    assert [sum(name[0] == owner for name in store._entries) for owner in "ab"] == [3, 3]
+    assert list(store._ids["a"]) == ["a7", "a8", "a9"] and store.num_bytes <= 6 * size
+
+
+def test_response_store_counts_the_memory_that_it_takes() -> None:
+    items = [{"n": [[], {}]} for _ in range(10_000)]
+    tracemalloc.start()
+    store = ResponseStore()
+    for i in range(20):
+        store.add(StoredResponse.of("a", {"id": str(i), "output": []}, input_items=items))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    taken -= sys.getsizeof(items)
+    assert 0.9 * taken < store.num_bytes < 1.1 * taken
+    (first, *_), number = store.get("3", owner="a").read_conversation(), len(items)
+    assert first == items[0] and number == 10_000
+
+
+def test_owner_of_a_response_is_the_key_in_any_header(client: openai.OpenAI, url: str) -> None:
+    made = client.responses.create(model="m", input="hello")
+    for headers in (
+        {"Authorization": "bearer x"},
+        {"authorization": "BEARER  x"},
+        {"x-api-key": "x"},
+        {"X-Api-Key": "x", "Authorization": "Bearer x"},
+    ):
+        found = httpx.get(f"{url}/v1/responses/{made.id}", headers=headers)
+        assert found.status_code == 200 and found.json()["id"] == made.id
+    for headers in (
+        {},
+        {"authorization": "Basic x"},
+        {"x-api-key": "X"},
+        {"x-api-key": "Bearer x"},
+    ):
+        assert httpx.get(f"{url}/v1/responses/{made.id}", headers=headers).status_code == 404

@@ -12,12 +12,12 @@ from http.client import HTTPResponse
 from typing import Any
 
 import httpx
-import uvicorn
 
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.app import make_app
+from lmdeploy.serve.http.accepting import LimitedServer
 from lmdeploy.serve.http.tls import find_tls_files
-from lmdeploy.serve.server import bind, make_settings
+from lmdeploy.serve.server import bind, listen, make_settings
 from lmdeploy.serve.state import ServerOptions
 
 USER = [{"role": "user", "content": "hello"}]
@@ -40,7 +40,8 @@ def serving(
     sock = bind("127.0.0.1", 0)
     config = make_settings(app, settings, tls=tls)
     config.timeout_graceful_shutdown = grace_seconds
-    server = uvicorn.Server(config)
+    listen(sock, settings.server_name)
+    server = LimitedServer(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started:

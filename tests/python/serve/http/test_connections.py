@@ -16,9 +16,9 @@ from lmdeploy.serve.http import connections
 CHAT_PATH = "/v1/chat/completions"
 
 
-def is_closed(sock: socket.socket) -> bool:
-    """Return whether the server closes the connection within two seconds, and read the rest."""
-    sock.settimeout(2)
+def is_closed(sock: socket.socket, seconds: float = 2) -> bool:
+    """Return whether the server closes the connection in that time, and read the rest."""
+    sock.settimeout(seconds)
     try:
         while sock.recv(65536):
             pass

@@ -12,6 +12,7 @@ import pytest
 from fake_engine import make_engine
 from serving import CHAT, serving
 
+from lmdeploy.serve.http import accepting
 from lmdeploy.serve.http.tls import TlsFiles, find_tls_files
 
 
@@ -49,6 +50,16 @@ def test_server_with_ssl_serves_https(files: TlsFiles, variables: pytest.MonkeyP
             httpx.get(url.replace("https", "http") + "/health")
         with pytest.raises(httpx.ConnectError, match="certificate"):
             httpx.get(f"{url}/health")
+
+
+def test_server_without_descriptors_refuses_over_https(
+    files: TlsFiles, variables: pytest.MonkeyPatch
+) -> None:
+    variables.setattr(accepting, "first_reserved_descriptor", lambda: 0)
+    verified = ssl.create_default_context(cafile=files.certfile)
+    with serving(make_engine(), ssl=True) as url:
+        refused = httpx.get(f"{url}/health", verify=verified)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
 
 
 @pytest.mark.parametrize("name", ["SSL_KEYFILE", "SSL_CERTFILE"])
