@@ -103,7 +103,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--disable-fastapi-docs",
         action="store_true",
-        help="disable the pages /docs and /openapi.json",
+        help="disable /openapi.json, the description of the API",
     )
     group.add_argument(
         "--disable-web-page",
@@ -155,6 +155,14 @@ def _add_operation_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="time that running requests may continue after SIGTERM or Ctrl-C (default: "
         "%(default)s)",
+    )
+    group.add_argument(
+        "--timeout-keep-alive",
+        type=int,
+        default=75,
+        metavar="SECONDS",
+        help="time that a connection without a request stays open (default: %(default)s). A proxy "
+        "must close idle connections earlier",
     )
     group.add_argument(
         "--max-log-len",

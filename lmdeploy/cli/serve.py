@@ -98,6 +98,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         enable_abort_handling=args.enable_abort_handling,
         allow_terminate_by_client=args.allow_terminate_by_client,
         shutdown_timeout=args.shutdown_timeout,
+        timeout_keep_alive=args.timeout_keep_alive,
         max_concurrent_requests=args.max_concurrent_requests,
         max_log_len=args.max_log_len,
         ssl=args.ssl,

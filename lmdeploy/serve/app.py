@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -34,6 +35,7 @@ from lmdeploy.serve.state import ServerOptions, ServerState
 from lmdeploy.version import __version__
 
 _MAX_THREADS = 64  # of the event loop
+_NEAREST = 3  # paths in an error 404
 
 
 def make_app(
@@ -73,14 +75,13 @@ def make_app(
         if state.tracer is not None:
             await asyncio.to_thread(state.tracer.close)
 
-    docs = None if options.disable_fastapi_docs else "/docs"
     app = FastAPI(
         title="lmdeploy-fp4",
         version=__version__,
         lifespan=lifespan,
-        docs_url=docs,
+        docs_url=None,  # FastAPI's page would load its program from elsewhere
         redoc_url=None,
-        openapi_url=None if docs is None else "/openapi.json",
+        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",
     )
     _add_errors(app)
     app.add_middleware(
@@ -128,20 +129,32 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}."
+        headers = dict(error.headers or {})
         if error.status_code == 404:
-            routes = [route for router in ROUTERS for route in router.routes]
-            paths = sorted({route.path for route in routes if isinstance(route, APIRoute)})
-            message += f" The paths are {', '.join(paths)}."
+            paths = {route.path for route in _routes()}
+            near = get_close_matches(request.url.path, sorted(paths), n=_NEAREST, cutoff=0)
+            message += f" The nearest paths are {', '.join(near)}."
         elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
-            message += f" Use {allowed}."
+            headers["Allow"] = ", ".join(_methods_of(request.url.path))
+            message += f" Use {headers['Allow']}."
         response = error_response(ApiError(error.status_code, message))
-        response.headers.update(error.headers or {})
+        response.headers.update(headers)
         return response
 
 
+def _routes() -> list[APIRoute]:
+    routes = [route for router in ROUTERS for route in router.routes]
+    return [route for route in routes if isinstance(route, APIRoute)]
+
+
+def _methods_of(path: str) -> list[str]:
+    """Return the methods that a path accepts. FastAPI names those of one route only."""
+    found = [route.methods or () for route in _routes() if route.path_regex.match(path)]
+    return sorted({method for methods in found for method in methods})
+
+
 def _describe_api(app: FastAPI, *, has_keys: bool) -> None:
-    """Add the request bodies to /openapi.json, so that /docs can send them, and the API keys."""
+    """Add the request bodies to /openapi.json, and the API keys."""
     make_schema = app.openapi
 
     def openapi() -> dict[str, Any]:

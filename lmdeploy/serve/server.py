@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPException
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
 import uvicorn
@@ -46,6 +48,7 @@ _SCHEMES = ("http", "https")
 _PROXY_TRIES = 5
 _PROXY_SECONDS = 5  # between two tries, and for one try
 _LAST_WORDS_SECONDS = 2  # time to send the errors that end the streams
+_LAST_RESORT_SECONDS = 20  # for everything after them
 
 
 def bind(server_name: str, server_port: int) -> socket.socket:
@@ -124,13 +127,32 @@ def check_options(options: ServerOptions) -> None:
         flag = "--max-concurrent-requests"
         check_int("max_concurrent_requests", options.max_concurrent_requests, low=1, flag=flag)
     check_int("max_log_len", options.max_log_len, low=0, flag="--max-log-len")
-    if options.proxy_url is not None and urlsplit(options.proxy_url).scheme not in _SCHEMES:
-        wanted = "an address that begins with http:// or https://"
-        raise refuse("proxy_url", options.proxy_url, wanted=wanted, flag="--proxy-url")
+    if options.proxy_url is not None:
+        _check_proxy(options.proxy_url)
     read_sampling(options.generation_config)
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
+    check_int("timeout_keep_alive", options.timeout_keep_alive, low=1, flag="--timeout-keep-alive")
     if options.otlp_traces_endpoint is not None:
         check_endpoint(options.otlp_traces_endpoint)
+
+
+def _check_proxy(url: str) -> None:
+    """Raise OptionError unless `url` is an address. The error does not show a password in it."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in _SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # such as a port that is no number
+        is_address = False
+    if not is_address:
+        wanted = "http://HOST:PORT or https://HOST:PORT"
+        raise refuse("proxy_url", without_password(url), wanted=wanted, flag="--proxy-url")
+
+
+def without_password(url: str) -> str:
+    """Return an address without the name and password in it, for messages."""
+    before, at, host = url.rpartition("@")
+    scheme, slashes, _ = before.partition("://")
+    return f"{scheme}{slashes}…@{host}" if at else url
 
 
 def run_server(
@@ -168,34 +190,38 @@ def run_server(
     raise_descriptor_limit()
     tls = find_tls_files() if options.ssl else None
     sock = bind(options.server_name, options.server_port)
-    with closing(sock):
+    stop_begun = threading.Event()
+    with closing(sock), ExitStack() as resources:
+        # It ends after the engine is closed, which the stack closes first.
+        resources.enter_context(last_resort(stop_begun, grace=options.shutdown_timeout))
         texts = TextOptions(
             chat_template_config, options.reasoning_parser, options.tool_call_parser
         )
         engine = AsyncEngine(
             load_engine_with(model_path, config, options=texts, start_core=start_core)
         )
-        with closing(engine):
-            sampling = read_sampling(options.generation_config)
-            if sampling is not None:
-                engine.loaded.sampling = sampling
-            name = options.model_name or hub_address(model_path)[0]
-            options.model_name = name
-            app = make_app(engine, options, enable_metrics=config.enable_metrics)
-            host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
-            listen(sock, options.server_name)
-            url = f"{'http' if tls is None else 'https'}://{host}:{sock.getsockname()[1]}"
-            print("\n".join([*engine.start_lines(), format_line(engine, options)]))
-            print(f"Serving {name} at {url}\nOpen it in a browser, or send a request with:")
-            print(curl_line(url, name, with_key=bool(options.api_keys)))
-            sys.stdout.flush()
-            server = GracefulServer(
-                make_settings(app, options, tls=tls), engine, grace=options.shutdown_timeout
-            )
-            if options.proxy_url is not None:
-                public = _public_url(url, options)
-                server.on_stop = register_at_proxy(options.proxy_url, public, model_name=name)
-            server.run(sockets=[sock])
+        resources.callback(engine.close)
+        sampling = read_sampling(options.generation_config)
+        if sampling is not None:
+            engine.loaded.sampling = sampling
+        name = options.model_name or hub_address(model_path)[0]
+        options.model_name = name
+        app = make_app(engine, options, enable_metrics=config.enable_metrics)
+        host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
+        listen(sock, options.server_name)
+        url = f"{'http' if tls is None else 'https'}://{host}:{sock.getsockname()[1]}"
+        print("\n".join([*engine.start_lines(), format_line(engine, options)]))
+        print(f"Serving {name} at {url}\nOpen it in a browser, or send a request with:")
+        print(curl_line(url, name, with_key=bool(options.api_keys)))
+        sys.stdout.flush()
+        server = GracefulServer(
+            make_settings(app, options, tls=tls), engine, grace=options.shutdown_timeout
+        )
+        if options.proxy_url is not None:
+            public = _public_url(url, options)
+            server.on_stop = register_at_proxy(options.proxy_url, public, model_name=name)
+        server.on_begin_stop = stop_begun.set
+        server.run(sockets=[sock])
 
 
 def format_line(engine: AsyncEngine, options: ServerOptions) -> str:
@@ -221,16 +247,20 @@ def register_at_proxy(proxy_url: str, url: str, *, model_name: str) -> Callable[
     """Register a server at an LMDeploy proxy in the background. Return what removes it.
 
     The proxy asks the server for its models, so the server must listen. If the proxy does not
-    answer, the registration is tried again a few times.
+    answer, the registration is tried again a few times. A name and password in the address are sent
+    as basic authentication.
     """
     stopped = threading.Event()
+    parts = urlsplit(proxy_url)
+    shown = without_password(proxy_url)
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+    headers = {"Content-Type": "application/json"}
+    if parts.username is not None:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
 
     def send(path: str, body: dict[str, Any]) -> None:
-        request = Request(
-            proxy_url.rstrip("/") + path,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        request = Request(address + path, json.dumps(body).encode(), headers)
         urlopen(request, timeout=_PROXY_SECONDS).close()
 
     def register() -> None:
@@ -238,9 +268,9 @@ def register_at_proxy(proxy_url: str, url: str, *, model_name: str) -> Callable[
             try:
                 send("/nodes/add", {"url": url, "status": {"models": [model_name]}})
             except (OSError, HTTPException) as error:
-                logger.error("The proxy %s did not register the server: %s", proxy_url, error)
+                logger.error("The proxy %s did not register the server: %s", shown, error)
             else:
-                logger.info("The server is registered at the proxy %s.", proxy_url)
+                logger.info("The server is registered at the proxy %s.", shown)
                 return
             if stopped.wait(_PROXY_SECONDS):
                 return
@@ -265,11 +295,40 @@ def make_settings(app: FastAPI, options: ServerOptions, *, tls: TlsFiles | None)
         ws="none",
         log_level=level,
         access_log=level in ("debug", "info"),
+        timeout_keep_alive=options.timeout_keep_alive,
         ssl_keyfile=None if tls is None else tls.keyfile,
         ssl_certfile=None if tls is None else tls.certfile,
     )
     logging.getLogger("uvicorn.access").addFilter(without_query)
     return settings
+
+
+@contextmanager
+def last_resort(
+    begun: threading.Event, *, grace: int, end: Callable[[int], None] = os._exit
+) -> Iterator[None]:
+    """End the process if the block has not ended long after a stop has begun.
+
+    Args:
+        begun: is set when the stop begins.
+        grace: seconds in which running requests may end.
+        end: ends the process at once with a status.
+    """
+    has_ended = threading.Event()
+    limit = grace + _LAST_WORDS_SECONDS + _LAST_RESORT_SECONDS
+
+    def watch() -> None:
+        begun.wait()
+        if not has_ended.wait(limit):
+            logger.critical("The server did not stop within %d s. The process ends now.", limit)
+            end(1)
+
+    threading.Thread(target=watch, name="last-resort", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        begun.set()
 
 
 class GracefulServer(LimitedServer):
@@ -284,7 +343,9 @@ class GracefulServer(LimitedServer):
         super().__init__(config)
         self._engine = engine
         self._grace = grace
-        self.on_stop: Callable[[], None] = lambda: None  # called when the server begins to stop
+        # Both are called when the server begins to stop, and on_stop in a worker thread.
+        self.on_begin_stop: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop, or end the process if it is stopping. uvicorn's signal handlers call this.
@@ -304,6 +365,7 @@ class GracefulServer(LimitedServer):
                 "(--shutdown-timeout). The next signal ends the process at once.",
                 self._grace,
             )
+        self.on_begin_stop()
         closing = asyncio.create_task(self._close_engine())
         await asyncio.to_thread(self.on_stop)
         await super().shutdown(sockets)

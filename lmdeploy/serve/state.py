@@ -44,6 +44,7 @@ class ServerOptions:
     enable_abort_handling: bool = False
     allow_terminate_by_client: bool = False
     shutdown_timeout: int = 3  # seconds
+    timeout_keep_alive: int = 75  # seconds that a connection may idle, as long as proxies expect
     max_concurrent_requests: int | None = None  # None disables the limit
     max_log_len: int = 0  # characters of each prompt in the log
     ssl: bool = False  # the files are in SSL_KEYFILE and SSL_CERTFILE

@@ -110,9 +110,9 @@ class SseResponse(StreamingResponse):
     """A stream of events. When it ends, even if it was never read, its requests are cancelled."""
 
     def __init__(self, events: AsyncIterator[bytes], jobs: Sequence[Job]) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        # The second header keeps nginx from buffering the events.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._jobs = jobs
         self._on_end: Callable[[], None] = lambda: None
 

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from lmdeploy.base.checks import show
+from lmdeploy.serve.auth import owner_of
 from lmdeploy.serve.errors import ApiError, error_response
 from lmdeploy.serve.http.sessions import NO_SESSION
 from lmdeploy.serve.routes.base import check_model, post, state_of
@@ -98,18 +99,25 @@ async def metrics(request: Request) -> Response:
 
 @post(router, "/abort_request", body=AbortRequest, errors=(501,))
 async def abort_request(request: Request, body: AbortRequest) -> Response:
-    """End the requests of a session, or all. Their responses keep the tokens generated so far."""
+    """End the requests of a session, or all. Their responses keep the tokens generated so far.
+
+    On a server with API keys, only requests of the same key are ended.
+    """
     state = state_of(request)
     if not state.enable_abort_handling:
         raise ApiError(
             501, "/abort_request is disabled. Start the server with --enable-abort-handling."
         )
+    owner = owner_of(request) if state.has_keys else ""
+    if body.abort_all and state.has_keys:
+        own = state.sessions.all_request_ids(owner=owner)
+        return JSONResponse({"aborted": state.engine.abort(own)})
     if body.abort_all:
         return JSONResponse({"aborted": state.engine.abort_all()})
     if body.session_id in NO_SESSION:
         message = "session_id is missing. Send that of a running request, or set abort_all to true."
         raise ApiError(400, message, param="session_id")
-    ids = state.sessions.request_ids(body.session_id)
+    ids = state.sessions.request_ids(body.session_id, owner=owner)
     if ids is None:
         message = f"session_id is {show(body.session_id)}, but no running request has it."
         raise ApiError(400, message, param="session_id")

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from lmdeploy.base.checks import OptionError
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.admission import AdmissionSlot
-from lmdeploy.serve.auth import with_key_salt
+from lmdeploy.serve.auth import owner_of, with_key_salt
 from lmdeploy.serve.errors import ApiError, JsonResponse, client_gone, refusal
 from lmdeploy.serve.http.bodies import check_content_type
 from lmdeploy.serve.http.sessions import SessionId
@@ -155,7 +155,8 @@ async def respond(request: Request, *, endpoint: Endpoint, body: GeneratingBody)
         if state.tracer is not None:
             span = ends.enter_context(state.tracer.span(request))
         parts = _Parts(endpoint, endpoint.reply(state, body), slot, span)
-        ends.enter_context(state.sessions.run(body.session_id, parts.jobs))
+        owner = owner_of(request) if state.has_keys else ""
+        ends.enter_context(state.sessions.run(body.session_id, parts.jobs, owner=owner))
         response = await _answer(request, state, parts=parts, body=body)
         if isinstance(response, SseResponse):
             response.on_end(ends.pop_all().close)

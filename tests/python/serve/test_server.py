@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import socket
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from queue import Queue
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -14,8 +18,18 @@ import uvicorn
 from fake_engine import make_engine
 from serving import CHAT, post, serving
 
+from lmdeploy.serve import server
 from lmdeploy.serve.app import make_app
-from lmdeploy.serve.server import GracefulServer, bind, check_options, curl_line, listen
+from lmdeploy.serve.server import (
+    GracefulServer,
+    bind,
+    check_options,
+    curl_line,
+    last_resort,
+    listen,
+    make_settings,
+    register_at_proxy,
+)
 from lmdeploy.serve.state import ServerOptions
 
 
@@ -107,3 +121,61 @@ def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
 def test_curl_line_has_url_and_api_key():
     line = curl_line("http://127.0.0.1:23333", "smollm2", with_key=True)
     assert line.startswith("curl http://127.0.0.1:23333/v1/chat/completions") and "Bearer" in line
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "https://:80", "http://host:port", "http://a:b@:1", "x"]
+)
+def test_proxy_that_is_no_address_is_refused_at_start(url):
+    with pytest.raises(ValueError, match=r"^proxy_url is .*--proxy-url") as refused:
+        check_options(ServerOptions(proxy_url=url))
+    assert "a:b" not in str(refused.value)
+
+
+def test_password_of_the_proxy_is_sent_but_never_logged(caplog):
+    asked = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(500 if len(asked) == 1 else 200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    caplog.set_level("INFO")
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy, patch.object(server, "_PROXY_SECONDS", 0.1):
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        address = f"http://user:secret%21@127.0.0.1:{proxy.server_port}/"
+        remove = register_at_proxy(address, "http://127.0.0.1:1", model_name="m")
+        while len(asked) < 2:
+            time.sleep(0.01)
+        while "is registered" not in caplog.text:
+            time.sleep(0.01)
+        remove()
+        proxy.shutdown()
+    login = "Basic " + base64.b64encode(b"user:secret!").decode()
+    assert asked == [("/nodes/add", login)] * 2 + [("/nodes/remove", login)]
+    assert "did not register" in caplog.text and "secret" not in caplog.text
+
+
+def test_idle_connections_stay_open_as_long_as_proxies_expect():
+    options = ServerOptions()
+    assert make_settings(make_app(make_engine()), options, tls=None).timeout_keep_alive == 75
+    with pytest.raises(ValueError, match=r"timeout_keep_alive is 0.*--timeout-keep-alive"):
+        check_options(ServerOptions(timeout_keep_alive=0))
+
+
+def test_last_resort_ends_a_process_that_does_not_stop(caplog):
+    ends: Queue[int] = Queue()
+    begun = threading.Event()
+    with patch.object(server, "_LAST_RESORT_SECONDS", -1.9):  # 0.1 s with the other limits
+        with last_resort(begun, grace=0, end=ends.put):
+            begun.set()
+            assert ends.get(timeout=10) == 1
+        assert "did not stop" in caplog.text
+        with last_resort(threading.Event(), grace=0, end=ends.put):
+            pass  # it stops in time, or was never asked to
+        time.sleep(0.3)
+    assert ends.empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import socket
@@ -30,10 +31,17 @@ ROOM = 8  # connections
 @contextmanager
 def crowded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[str]:
     """Serve slow answers with descriptors for about `ROOM` connections and their clients."""
-    with serving(make_engine(lambda _: "a" * 60, step_seconds=0.01), **options) as url:
-        lowest = os.open(os.devnull, os.O_RDONLY)
-        os.close(lowest)
-        monkeypatch.setattr(accepting, "first_reserved_descriptor", lambda: lowest + 2 * ROOM)
+    gc.collect()  # so that sockets of earlier tests do not become free descriptors later
+    with (
+        serving(make_engine(lambda _: "a" * 60, step_seconds=0.01), **options) as url,
+        ExitStack() as files,
+    ):
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        lowest = 0
+        while lowest < highest:  # without gaps, a number shows how many are in use
+            lowest = os.open(os.devnull, os.O_RDONLY)
+            files.callback(os.close, lowest)
+        monkeypatch.setattr(accepting, "first_reserved_descriptor", lambda: lowest + 1 + 2 * ROOM)
         yield url
 
 

@@ -64,6 +64,31 @@ def test_sessions_keep_a_session_only_while_it_has_requests() -> None:
     sessions = Sessions()
     with sessions.run(1, []):
         with sessions.run(1, []), sessions.run("1", []), sessions.run(-1, []):
-            assert set(sessions._requests) == {1, "1"} and len(sessions._requests[1]) == 2
+            assert set(sessions._requests) == {("", 1), ("", "1"), ("", None)}
+            assert len(sessions._requests["", 1]) == 2
         assert sessions.request_ids(1) == [] and sessions.request_ids("1") is None
+        assert sessions.request_ids(1, owner="other") is None
     assert not sessions._requests
+
+
+@pytest.mark.parametrize("body", [{"session_id": 7}, {"abort_all": True}])
+def test_abort_request_ends_only_requests_of_the_same_key(body: dict[str, Any]) -> None:
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
+    with (
+        serving(engine, enable_abort_handling=True, api_keys=["one", "two"]) as url,
+        ThreadPoolExecutor() as pool,
+    ):
+        ask = {"model": "m", "messages": USER, "max_tokens": 300, "session_id": 7}
+        answers = {
+            key: pool.submit(
+                post, url, "/v1/chat/completions", ask, headers={"Authorization": f"Bearer {key}"}
+            )
+            for key in ("one", "two")
+        }
+        while len(engine._streams) < 2:
+            time.sleep(0.001)
+        # The key is the same, however the header spells it.
+        ended = post(url, "/abort_request", body, headers={"x-api-key": "two"})
+        assert ended.json() == {"aborted": 1}
+        assert finish_reason(answers["two"].result().json()) == "abort"
+        assert finish_reason(answers["one"].result().json()) == "length"
