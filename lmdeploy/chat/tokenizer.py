@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from lmdeploy.chat.bounded.process import TokenizerPool
 
+_MAX_CACHED_WORDS = 1000  # per thread and tokenizer
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_IDS = 1 << 31  # for any vocabulary
@@ -90,6 +91,16 @@ def _cannot_restrict(reason: str) -> OptionError:
     )
 
 
+def _bound_cache(backend: Backend) -> None:
+    """Let every thread keep fewer words than the library's 10,000, which take up to 10 MB.
+
+    Texts are as fast with a thousand. The library has no public name for this.
+    """
+    resize = getattr(backend.model, "_resize_cache", None)
+    if resize is not None:
+        resize(_MAX_CACHED_WORDS)
+
+
 class Tokenizer:
     """A tokenizer of one model. Immutable; any thread may use it.
 
@@ -110,6 +121,7 @@ class Tokenizer:
         strip_first_space: bool | None = None,
         pool: TokenizerPool | None = None,
     ) -> None:
+        _bound_cache(backend)
         self._backend = backend
         self._pool = pool
         self.eos_ids = list(dict.fromkeys(eos_ids))

@@ -6,6 +6,7 @@ import json
 import resource
 import signal
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -312,3 +313,22 @@ def test_closing_ends_a_slow_text(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="closed"):
         tokenizer.encode("e")
     tokenizer.close()
+
+
+def test_words_of_many_threads_take_little_memory() -> None:
+    """The library keeps the ids of words for each thread of the server."""
+    tokenizer = Tokenizer(byte_tokenizer(), eos_ids=[2])
+    barrier = threading.Barrier(8)
+
+    def encode(first: int) -> None:
+        barrier.wait()
+        for i in range(first, first + 9000):
+            tokenizer.encode(f"{i}" + "x" * 200, add_special=False)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+    with ThreadPoolExecutor(8) as pool:
+        before = resident()
+        list(pool.map(encode, range(0, 72_000, 9000)))
+        assert resident() - before < 16 << 20  # 28 MiB with the library's own limit
