@@ -269,8 +269,21 @@ def test_page_serves_no_other_file(url, name):
 
 def test_page_files_name_no_other_host():
     for path in WEB.iterdir():
-        text = path.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+        text = re.sub(
+            r"http://www\.w3\.org/(2000/svg|1998/Math/MathML)", "", path.read_text("utf-8")
+        )
         assert "://" not in text and "innerHTML" not in text and "style=" not in text, path
+
+
+def test_page_knows_the_elements_that_the_server_sends():
+    source = (WEB / "markdown.js").read_text("utf-8")
+    for name, known in (
+        ("CODE_KINDS", CODE_KINDS),
+        ("MATH_TAGS", MATH_TAGS),
+        ("MATH_ATTRIBUTES", MATH_ATTRIBUTES),
+    ):
+        listed = re.search(rf"const {name} = new Set\((.*?)\.split", source, re.DOTALL)[1]
+        assert set(" ".join(re.findall('"(.*?)"', listed)).split()) == known
 
 
 def test_only_the_page_is_public():
