@@ -11,7 +11,7 @@ import signal
 import sys
 
 MAX_SECONDS = 5
-_MEMORY = 1 << 30  # of addresses, the interpreter's included
+_MEMORY = 512 << 20  # beside the interpreter and the modules
 
 
 def main() -> None:
@@ -20,9 +20,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server's process
     from lmdeploy.serve.rendering.tree import TooManyNodesError, markdown_nodes
 
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     for line in sys.stdin.buffer:
         signal.alarm(MAX_SECONDS)
         try:

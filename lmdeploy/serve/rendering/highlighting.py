@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from pygments.lexer import Lexer
@@ -42,9 +43,12 @@ def highlighted(code: str, language: str) -> list[Any]:
     lexer = _lexer(language) if len(code) <= MAX_HIGHLIGHTED_CHARS else None
     if lexer is None:
         return [code]
-    tokens = ((_kind(kind), text) for _, kind, text in lexer.get_tokens_unprocessed(code))
+    try:
+        tokens = [(_kind(kind), text) for _, kind, text in lexer.get_tokens_unprocessed(code)]
+    except Exception:  # a fault of a lexer
+        return [code]
     parts = [
-        (kind, "".join(text for _, text in run)) for kind, run in groupby(tokens, lambda t: t[0])
+        (kind, "".join(text for _, text in run)) for kind, run in groupby(tokens, itemgetter(0))
     ]
     if "".join(text for _, text in parts) != code:  # a faulty lexer must not change the code
         return [code]

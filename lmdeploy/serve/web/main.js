@@ -95,8 +95,8 @@ async function connectionChanged() {
   conversation.isReachable = connection.problem === "";
   list.update();
   showSend();
+  setStatus(connection.problem ? "" : "The server answers again.");
   if (!connection.problem) {
-    setStatus("The server answers again.");
     conversation.forgetModel();
     await showModel();
   }

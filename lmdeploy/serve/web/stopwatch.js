@@ -1,3 +1,5 @@
+const MIN_SECONDS = 0.1; // tokens that arrive at once give no rate
+
 /** Measures an answer: time to the first token and tokens per second after it. */
 export class Stopwatch {
   #start = performance.now();
@@ -23,7 +25,7 @@ export class Stopwatch {
       return null;
     }
     const seconds = (this.#last - this.#first) / 1000;
-    const rate = seconds > 0 ? (this.#tokens - this.#firstTokens) / seconds : null;
+    const rate = seconds > MIN_SECONDS ? (this.#tokens - this.#firstTokens) / seconds : null;
     return { tokens: this.#tokens, rate, firstToken: (this.#first - this.#start) / 1000 };
   }
 }
