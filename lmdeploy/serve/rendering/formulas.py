@@ -7,7 +7,7 @@ from html import unescape
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from latex2mathml.converter import Converter
+from latex2mathml.converter import convert_to_element
 
 MAX_FORMULA_CHARS = 4_000
 MAX_FORMULA_DEPTH = 64
@@ -38,8 +38,8 @@ def formula(latex: str, *, is_block: bool) -> list[Any]:
     if len(source) > MAX_FORMULA_CHARS:
         return failed
     try:
-        converter = Converter(display="block" if is_block else "inline")
-        return _node(converter.convert_to_element(source), depth=0)
+        element = convert_to_element(source, display="block" if is_block else "inline")
+        return _node(element, depth=0)
     except Exception:  # the library raises IndexError, StopIteration and others for wrong source
         return failed
 

@@ -89,7 +89,8 @@ export class AnswerView {
         actions.append(button("Copy", ({ currentTarget }) => copy(content, currentTarget)));
       }
       if (isLast) {
-        actions.append(button("Regenerate", () => this.#conversation.regenerate(), { disabled: !this.#conversation.isReady }));
+        const disabled = !this.#conversation.isReady;
+        actions.append(button("Regenerate", () => this.#conversation.regenerate(), { disabled }));
       }
       parts.push(actions);
     }

@@ -1,6 +1,6 @@
 // Text files that are sent as a part of a question.
 
-import { button, formatBytes, make } from "./dom.js";
+import { button, byId, formatBytes, make } from "./dom.js";
 
 const MAX_FILES = 8;
 const MAX_FILE_BYTES = 256 * 1024;
@@ -15,9 +15,14 @@ export function withFiles({ content, files = [] }) {
   return [content, ...parts].filter((part) => part !== "").join("\n\n");
 }
 
+function nameAndSize({ name, text }) {
+  const size = formatBytes(new Blob([text]).size);
+  return [make("span", { class: "file-name", title: name }, name), make("small", {}, size)];
+}
+
 /** Return a chip that opens to show the text of a file. */
 export function fileChip({ name, text }) {
-  const title = make("summary", {}, name, make("small", {}, formatBytes(new Blob([text]).size)));
+  const title = make("summary", {}, ...nameAndSize({ name, text }));
   return make("details", { class: "file" }, title, make("pre", { tabindex: 0 }, text));
 }
 
@@ -77,11 +82,10 @@ export class Attachments {
       const remove = () => {
         this.#files = this.#files.filter((each) => each !== file);
         this.#show();
-        (this.#root.querySelector("button") ?? document.getElementById("prompt")).focus();
+        (this.#root.querySelector("button") ?? byId("prompt")).focus();
       };
-      const size = make("small", {}, formatBytes(new Blob([file.text]).size));
       const cross = button("×", remove, { "aria-label": `Remove ${file.name}` });
-      return make("li", { class: "chip" }, file.name, size, cross);
+      return make("li", { class: "chip" }, ...nameAndSize(file), cross);
     });
     this.#root.replaceChildren(...chips);
   }

@@ -13,7 +13,8 @@ const MATH_TAGS = new Set(
 );
 const MATH_ATTRIBUTES = new Set(
   ("display displaystyle scriptlevel mathvariant linethickness notation stretchy fence form separator symmetric " +
-    "largeop movablelimits accent accentunder lspace rspace width minsize maxsize columnalign columnlines rowlines").split(" "),
+    "largeop movablelimits accent accentunder lspace rspace width minsize maxsize columnalign columnlines " +
+    "rowlines").split(" "),
 );
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const ALIGNMENTS = new Set(["left", "center", "right"]);
@@ -55,7 +56,12 @@ function toElement([tag, attributes, ...children]) {
   if (tag === "ol" && /^\d{1,9}$/.test(attributes.start)) {
     element.setAttribute("start", attributes.start);
   }
-  return tag === "table" ? make("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table" }, element) : element;
+  return tag === "table" ? scrollable("table", "Table", element) : element;
+}
+
+/** Return a box that scrolls, also by keyboard, if its content is too wide. */
+function scrollable(name, label, content) {
+  return make("div", { class: name, tabindex: 0, role: "group", "aria-label": label }, content);
 }
 
 function link({ href, title }, children) {
@@ -84,7 +90,7 @@ function codeSpan([, { kind }, text]) {
 function formula(attributes, children) {
   const math = mathElement("math", attributes, children);
   const isBlock = attributes.display === "block";
-  return isBlock ? make("div", { class: "formula", tabindex: 0, role: "group", "aria-label": "Formula" }, math) : math;
+  return isBlock ? scrollable("formula", "Formula", math) : math;
 }
 
 function mathElement(tag, attributes, children) {

@@ -1,7 +1,7 @@
 // Presets: named values of several settings.
 
 const SAMPLING = {
-  Exact: { temperature: "0", top_k: "" },
+  Exact: { temperature: "0" },
   Balanced: { temperature: "0.7", top_p: "0.9" },
   Creative: { temperature: "1.1", min_p: "0.05" },
 };

@@ -30,7 +30,7 @@ export class Settings {
   showDefaults({ max_model_len: maxTokens, default_generation_settings: defaults }) {
     const { do_sample: isSampled, ...values } = defaults;
     for (const [name, value] of Object.entries(values)) {
-      this.#form.elements[name].placeholder = value;
+      this.#form.elements.namedItem(name)?.setAttribute("placeholder", value);
     }
     if (!isSampled) {
       this.#form.elements.temperature.placeholder = "greedy";

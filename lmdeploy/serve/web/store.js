@@ -100,9 +100,11 @@ export class ChatStore {
       return result;
     } catch (error) {
       const isFull = error.name === "QuotaExceededError";
-      const full = `The ${MAX_BYTES / 2 ** 20} MiB for conversations in this browser are full. Delete some, or export this one.`;
-      const other = `This browser keeps no conversations: ${error.message}`;
-      this.#onProblem(`${isFull ? full : other} What is new is lost when the page is closed.`);
+      const full = `The ${MAX_BYTES / 2 ** 20} MiB for conversations in this browser are full.`;
+      const reason = isFull
+        ? `${full} Delete some, or export this one.`
+        : `This browser keeps no conversations: ${error.message}`;
+      this.#onProblem(`${reason} What is new is lost when the page is closed.`);
       return undefined;
     }
   }

@@ -87,7 +87,8 @@ FOCUSED = """() => {
 
 def fill(tab: Tab) -> None:
     """Show every kind of element."""
-    tab.page.set_input_files("#file-input", [{"name": "a.txt", "mimeType": "", "buffer": b"a"}])
+    name = "long" * 40 + ".txt"
+    tab.page.set_input_files("#file-input", [{"name": name, "mimeType": "", "buffer": b"a"}])
     call = {"index": 0, "id": "1", "function": {"name": "f", "arguments": "{}"}}
     delta = {"content": TEXT, "reasoning_content": "Because.", "tool_calls": [call]}
     usage = {"prompt_tokens": 4000, "completion_tokens": 1, "total_tokens": 4001}
@@ -98,7 +99,7 @@ def fill(tab: Tab) -> None:
     expect(tab.page.locator(".code-keyword").first).to_be_visible()
     tab.page.click(".reasoning summary")
     tab.page.click(".file summary")
-    tab.page.set_input_files("#file-input", [{"name": "b.txt", "mimeType": "", "buffer": b"b"}])
+    tab.page.set_input_files("#file-input", [{"name": f"b{name}", "mimeType": "", "buffer": b"b"}])
 
 
 def walk(tab: Tab, key: str, names: list[str]) -> None:
@@ -230,9 +231,12 @@ def test_reduced_motion_stops_animations_and_transitions(open_tab: Any, fake: st
 def test_phone_shows_everything_without_horizontal_scrolling(open_tab: Any, fake: str) -> None:
     tab = open_tab(fake, viewport={"width": 320, "height": 640})
     fill(tab)
+    tab.page.locator(".question").get_by_role("button", name="Edit").click()
     for name in ("", "chats", "settings", "engine"):
         if name:
             tab.page.click(f"#toggle-{name}")
+        if name == "chats":
+            tab.page.get_by_role("button", name="Rename").click()
         sizes = "[...document.querySelectorAll('html, #scroller, main, aside:not([hidden])')]"
         found = tab.page.evaluate(f"{sizes}.map((e) => [e.id, e.scrollWidth, e.clientWidth])")
         assert all(scrolled <= shown for _, scrolled, shown in found), (name, found)
