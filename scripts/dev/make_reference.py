@@ -50,6 +50,7 @@ LIMITS = (
     ("serve.routes.markdown", "MAX_MARKDOWN_CHARS", "{} characters in `/render_markdown`"),
     ("serve.rendering.tree", "MAX_MARKDOWN_NODES", "{} elements in a response of it"),
     ("serve.rendering.child", "MAX_SECONDS", "{} seconds until it has a response"),
+    ("serve.rendering.limits", "MAX_PART_SECONDS", "{} seconds of a CPU for a block of code"),
     ("serve.rendering.highlighting", "MAX_HIGHLIGHTED_CHARS", "{} characters of code with colors"),
     ("serve.rendering.formulas", "MAX_FORMULA_CHARS", "{} characters in a formula"),
     ("serve.admission", "MAX_HELD_TOKENS", "{} prompt tokens of all requests that a server holds"),

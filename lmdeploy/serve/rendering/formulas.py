@@ -9,6 +9,8 @@ from xml.etree.ElementTree import Element
 
 from latex2mathml.converter import convert_to_element
 
+from lmdeploy.serve.rendering.limits import part_limit
+
 MAX_FORMULA_CHARS = 4_000
 MAX_FORMULA_DEPTH = 64
 # Of MathML Core, without colors and without what moves a formula out of its place.
@@ -38,8 +40,9 @@ def formula(latex: str, *, is_block: bool) -> list[Any]:
     if len(source) > MAX_FORMULA_CHARS:
         return failed
     try:
-        element = convert_to_element(source, display="block" if is_block else "inline")
-        return _node(element, depth=0)
+        with part_limit():
+            element = convert_to_element(source, display="block" if is_block else "inline")
+            return _node(element, depth=0)
     except Exception:  # the library raises IndexError, StopIteration and others for wrong source
         return failed
 

@@ -12,6 +12,8 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Token, _TokenType
 from pygments.util import ClassNotFound
 
+from lmdeploy.serve.rendering.limits import part_limit
+
 MAX_HIGHLIGHTED_CHARS = 20_000
 # The first parent of a token's type that is here names its kind. Other tokens are plain text.
 _KINDS: dict[_TokenType, str] = {
@@ -38,14 +40,15 @@ CODE_KINDS = frozenset(_KINDS.values())
 def highlighted(code: str, language: str) -> list[Any]:
     """Return strings and nodes ["span", {"kind": one of CODE_KINDS}, text]; their texts are `code`.
 
-    The code stays one string if the language is unknown or the code is long.
+    The code stays one string if the language is unknown, or the code is long or slow.
     """
     lexer = _lexer(language) if len(code) <= MAX_HIGHLIGHTED_CHARS else None
     if lexer is None:
         return [code]
     try:
-        tokens = [(_kind(kind), text) for _, kind, text in lexer.get_tokens_unprocessed(code)]
-    except Exception:  # a fault of a lexer
+        with part_limit():
+            tokens = [(_kind(kind), text) for _, kind, text in lexer.get_tokens_unprocessed(code)]
+    except Exception:  # it takes too long, or the lexer has a fault
         return [code]
     parts = [
         (kind, "".join(text for _, text in run)) for kind, run in groupby(tokens, itemgetter(0))

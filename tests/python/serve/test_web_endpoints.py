@@ -188,6 +188,22 @@ def test_hostile_formula_has_no_style_link_or_huge_size(source):
     assert not re.search(r"'width': '[+-]?\d{3}", str(node))
 
 
+def test_slow_code_stays_plain_and_the_rest_is_rendered():
+    slow = "\n" * MAX_HIGHLIGHTED_CHARS  # the lexer of C takes quadratic time
+    begin = time.monotonic()
+    code, after = markdown_nodes(f"```c\n{slow}```\n*a*")
+    assert time.monotonic() - begin < 4
+    assert code == ["pre", {"language": "c"}, slow]
+    assert after == ["p", {}, ["em", {}, "a"]]
+
+
+def test_formula_whose_macro_repeats_a_long_text_stays_code():
+    source = rf"\newcommand{{\a}}[1]{{{'#1' * 900}}}\a{{{'x' * 1800}}}"  # 14 s without a limit
+    begin = time.monotonic()
+    assert formula(source, is_block=False) == ["code", {}, source]
+    assert time.monotonic() - begin < 4
+
+
 @pytest.mark.parametrize(
     "text", ["`a` " * MAX_MARKDOWN_NODES, ("$$\n" + "x " * 1900 + "$$\n") * 12]
 )
