@@ -19,7 +19,7 @@ export function onMissingKey(ask) {
   askForKey = () => (asking ??= ask(key !== "").finally(() => (asking = null)));
 }
 
-/** Set the function that follows when the server does not answer. */
+/** Set the function that follows when the server does not answer, or answers that it cannot. */
 export function onLostServer(follow) {
   onLost = follow;
 }
@@ -52,6 +52,9 @@ export async function request(path, { body, signal } = {}) {
   });
   if (response.status === 401 && (used !== key || (await askForKey()))) {
     return request(path, { body, signal });
+  }
+  if (response.status === 503) {
+    onLost();
   }
   if (!response.ok) {
     const json = await response.json().catch(() => null);
