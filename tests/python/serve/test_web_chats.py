@@ -284,6 +284,8 @@ def test_files_are_sent_as_text_of_the_question(open_tab: Any, fake: str) -> Non
     assert bodies[0]["messages"] == [{"role": "user", "content": sent}]
     expect(chips).to_have_count(0)
     assert tab.texts(".question .text") == ["Read."]
+    cut = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).length"
+    assert tab.page.locator(".file-name").evaluate_all(cut) == 0
     chip = tab.page.locator(".file summary").first
     chip.press("Enter")
     expect(tab.page.locator(".file pre").first).to_have_text("```\n<b>code</b>\n```\n")
