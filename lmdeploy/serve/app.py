@@ -27,6 +27,7 @@ from lmdeploy.serve.http.response_store import ResponseStore
 from lmdeploy.serve.http.sessions import Sessions
 from lmdeploy.serve.http.tracing import RequestTracer
 from lmdeploy.serve.metrics import ErrorCounter, ServerMetrics
+from lmdeploy.serve.rendering.process import MarkdownProcess
 from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.routes.base import BODIES, BODY_REFERENCE
 from lmdeploy.serve.routes.documentation import finish_schema
@@ -50,7 +51,7 @@ def make_app(
         name,
         ServerMetrics(engine, name),
         Admission(options.max_concurrent_requests),
-        asyncio.Lock(),
+        MarkdownProcess(),
         BodyReader(),
         ResponseStore(),
         Sessions(),
@@ -71,6 +72,7 @@ def make_app(
         workers = ThreadPoolExecutor(_MAX_THREADS, "tm-worker")
         asyncio.get_running_loop().set_default_executor(workers)
         yield
+        await state.markdown.close()
         await asyncio.to_thread(engine.close)
         if state.tracer is not None:
             await asyncio.to_thread(state.tracer.close)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import asyncio
-
     from lmdeploy.chat.formats.base import ChatFormat
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.serve.admission import Admission
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from lmdeploy.serve.http.sessions import Sessions
     from lmdeploy.serve.http.tracing import RequestTracer
     from lmdeploy.serve.metrics import ServerMetrics
+    from lmdeploy.serve.rendering.process import MarkdownProcess
 
 
 @dataclass
@@ -63,7 +62,7 @@ class ServerState:
     model_name: str
     metrics: ServerMetrics
     admission: Admission
-    markdown_lock: asyncio.Lock
+    markdown: MarkdownProcess
     bodies: BodyReader
     responses: ResponseStore
     sessions: Sessions

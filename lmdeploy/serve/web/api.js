@@ -1,8 +1,10 @@
 // Requests to the server, with the API key if one is set.
 
 const KEY = "api_key";
+const CLOSED = "The server closed the connection before the answer was complete.";
 let key = sessionStorage.getItem(KEY) ?? "";
 let askForKey = async () => false;
+let onLost = () => {};
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -15,6 +17,20 @@ export class ApiError extends Error {
 export function onMissingKey(ask) {
   let asking = null; // requests that fail at the same time share one question
   askForKey = () => (asking ??= ask(key !== "").finally(() => (asking = null)));
+}
+
+/** Set the function that follows when the server does not answer, or answers that it cannot. */
+export function onLostServer(follow) {
+  onLost = follow;
+}
+
+/** Return an error for the user if the network failed, else the error itself. */
+function explained(error, message) {
+  if (!(error instanceof TypeError)) {
+    return error; // AbortError
+  }
+  onLost();
+  return new ApiError(0, message);
 }
 
 export function setKey(value) {
@@ -31,9 +47,14 @@ export async function request(path, { body, signal } = {}) {
     Object.assign(options, { method: "POST", body: JSON.stringify(body) });
     headers["Content-Type"] = "application/json";
   }
-  const response = await fetch(path, options);
+  const response = await fetch(path, options).catch((error) => {
+    throw explained(error, "The server does not answer.");
+  });
   if (response.status === 401 && (used !== key || (await askForKey()))) {
     return request(path, { body, signal });
+  }
+  if (response.status === 503) {
+    onLost();
   }
   if (!response.ok) {
     const json = await response.json().catch(() => null);
@@ -53,9 +74,12 @@ export async function* events(path, options) {
   let buffer = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => {
+        throw explained(error, CLOSED);
+      });
       if (done) {
-        throw new ApiError(0, "The server closed the connection before the answer was complete.");
+        onLost();
+        throw new ApiError(0, CLOSED);
       }
       const parts = (buffer + value).split("\n\n");
       buffer = parts.pop();

@@ -1,12 +1,16 @@
-// The conversation: its messages, and the answer that streams from the server.
+// The chat that is open: its messages, and the answer that streams from the server.
 
 import { events, getJson } from "./api.js";
+import { withFiles } from "./attachments.js";
+import { add, newChat, path, select, siblings } from "./branches.js";
+import { Stopwatch } from "./stopwatch.js";
 
-const STORED = "conversation";
+const CURRENT = "chat"; // in the session storage, so that a reload opens it again
+const TITLE_CHARS = 60;
 
-/** A message of the assistant while it is generated. */
+/** A message of the assistant before it is generated. */
 function newAnswer() {
-  return { role: "assistant", content: "", reasoning: "", toolCalls: [], stats: null, error: "" };
+  return { role: "assistant", content: "", reasoning: "", toolCalls: [], stats: null, error: "", finish: null };
 }
 
 /** Return whether later questions include a message. Answers that failed or are empty are not sent. */
@@ -14,8 +18,15 @@ function isSent({ role, content, toolCalls, error }) {
   return role !== "assistant" || (!error && (content !== "" || toolCalls.length > 0));
 }
 
+/** Return whether the page was closed while an answer was generated. */
+function isUnfinished({ role, error, finish }) {
+  return role === "assistant" && !error && !finish;
+}
+
 /** Return the message as the API expects it. Reasoning is not sent back. */
-function toApi({ role, content, toolCalls, toolCallId }) {
+function toApi(message) {
+  const { role, toolCalls, toolCallId } = message;
+  const content = withFiles(message);
   if (role === "tool") {
     return { role, tool_call_id: toolCallId, content };
   }
@@ -37,125 +48,135 @@ function addToolCalls(answer, deltas) {
   }
 }
 
-/** Measures an answer: time to the first token and tokens per second after it. */
-class Stopwatch {
-  #start = performance.now();
-  #first = 0;
-  #last = 0;
-  #tokens = 0;
-  #firstTokens = 0;
-
-  add(numTokens) {
-    if (numTokens === 0) {
-      return;
-    }
-    this.#last = performance.now();
-    if (this.#first === 0) {
-      this.#first = this.#last;
-      this.#firstTokens = numTokens;
-    }
-    this.#tokens += numTokens;
-  }
-
-  stats() {
-    if (this.#first === 0) {
-      return null;
-    }
-    const seconds = (this.#last - this.#first) / 1000;
-    const rate = seconds > 0 ? (this.#tokens - this.#firstTokens) / seconds : null;
-    return { tokens: this.#tokens, rate, firstToken: (this.#first - this.#start) / 1000 };
-  }
-}
-
 export class Conversation {
-  messages = [];
-  tokens = 0; // of the whole conversation, as of the last complete answer
+  messages = []; // of the selected branch
+  chat = newChat();
+  isReachable = true; // whether the server answers
   #abort = null;
-  #model = "";
+  #card = null;
   #onChange;
   #options;
+  #store;
 
   /** `onChange(message)` follows a change of one message, or of the list without an argument. */
-  constructor({ onChange, options }) {
+  constructor({ onChange, options, store }) {
     this.#onChange = onChange;
     this.#options = options;
-    try {
-      const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "null");
-      Object.assign(this, stored && { messages: stored.messages, tokens: stored.tokens });
-    } catch {
-      sessionStorage.removeItem(STORED);
-    }
+    this.#store = store;
   }
 
-  /** Return the name of the model, for which the server is asked until it answers. */
-  async modelName() {
-    if (!this.#model) {
-      const { data } = await getJson("v1/models");
-      this.#model = data[0].id;
-    }
-    return this.#model;
+  /** Return the server's description of its model, for which it is asked until it answers. */
+  async model() {
+    this.#card ??= (await getJson("v1/models")).data[0];
+    return this.#card;
+  }
+
+  /** Ask for the model again: another server may have taken the place of the one before. */
+  forgetModel() {
+    this.#card = null;
+  }
+
+  /** Whether a question can be sent now. */
+  get isReady() {
+    return this.isReachable && !this.isGenerating;
   }
 
   get isGenerating() {
     return this.#abort !== null;
   }
 
-  clear() {
-    this.stop();
-    this.#replace([]);
-    this.tokens = 0;
-    this.#save();
+  /** Tokens of the messages, as of the last complete answer. */
+  get tokens() {
+    return this.messages.findLast(({ stats }) => stats?.total)?.stats.total ?? 0;
+  }
+
+  /** Open the chat that was open before the page was reloaded. */
+  async restore() {
+    const chat = await this.#store.get(sessionStorage.getItem(CURRENT) ?? "");
+    if (chat && this.messages.length === 0) {
+      this.open(chat);
+    }
+  }
+
+  open(chat = newChat()) {
+    this.#stopNow();
+    this.chat = chat;
+    chat.messages.filter(isUnfinished).forEach((message) => (message.finish = "stopped"));
+    sessionStorage.setItem(CURRENT, chat.id);
+    this.#show();
   }
 
   stop() {
     this.#abort?.abort();
   }
 
-  send(content) {
-    return this.#generate([...this.messages, { role: "user", content }]);
+  #stopNow() {
+    this.stop();
+    this.#abort = null;
   }
 
-  /** Answer the last question again. */
+  send(content, files = []) {
+    const question = { role: "user", content, files };
+    this.chat.title ||= (content.trim() || files[0].name).split("\n")[0].slice(0, TITLE_CHARS);
+    return this.#answer(add(this.chat, question, this.messages.at(-1)));
+  }
+
+  /** Answer the last question again, beside the old answer. An empty one is replaced. */
   regenerate() {
-    const last = this.messages.findLastIndex(({ role }) => role !== "assistant");
-    return this.#generate(this.messages.slice(0, last + 1));
+    const last = this.messages.at(-1);
+    const question = this.messages.findLast(({ role }) => role !== "assistant");
+    const isEmpty = last.role === "assistant" && !last.content && !last.reasoning && !last.toolCalls.length;
+    return this.#answer(question, isEmpty ? Object.assign(last, newAnswer()) : undefined);
   }
 
-  /** Replace a question. What follows it is removed, and it is answered again. */
-  edit(message, content) {
-    const kept = this.messages.slice(0, this.messages.indexOf(message));
-    return this.#generate([...kept, { role: "user", content }]);
+  /** Ask a changed question beside the old one. */
+  edit({ parent, files }, content) {
+    const before = this.chat.messages.find(({ id }) => id === parent);
+    return this.#answer(add(this.chat, { role: "user", content, files }, before));
   }
 
   /** Send the result of each tool call of the last message. */
   sendToolResults(results) {
-    const { toolCalls } = this.messages.at(-1);
-    const added = toolCalls.map(({ id, name }, i) => {
-      return { role: "tool", toolCallId: id, name, content: results[i] };
+    let last = this.messages.at(-1);
+    last.toolCalls.forEach(({ id, name }, i) => {
+      last = add(this.chat, { role: "tool", toolCallId: id, name, content: results[i] }, last);
     });
-    return this.#generate([...this.messages, ...added]);
+    return this.#answer(last);
   }
 
-  #replace(messages) {
-    this.messages = messages;
+  versions(message) {
+    return siblings(this.chat, message);
+  }
+
+  /** Show another version of a message, and what followed it. */
+  select(message) {
+    this.#stopNow();
+    select(this.chat, message);
+    this.#show();
+    this.#store.save(this.chat);
+  }
+
+  /** Keep the part of an answer that is there, because the page may be closed. */
+  keep() {
+    if (this.isGenerating) {
+      this.#store.save(this.chat);
+    }
+  }
+
+  #show() {
+    this.messages = path(this.chat);
     this.#onChange();
   }
 
-  #save() {
-    try {
-      const { messages, tokens } = this;
-      sessionStorage.setItem(STORED, JSON.stringify({ messages, tokens }));
-    } catch {
-      sessionStorage.removeItem(STORED); // too long: a reload starts a new conversation
-    }
-  }
-
-  async #generate(history) {
-    if (this.isGenerating) {
-      return;
-    }
+  /** REQUIRES: no answer is being generated, and `question` is on the selected branch. */
+  async #answer(question, answer = add(this.chat, newAnswer(), question)) {
+    const { chat } = this;
+    const abort = (this.#abort = new AbortController());
+    sessionStorage.setItem(CURRENT, chat.id);
+    this.#show();
+    this.#store.save(chat);
     const { system, ...sampling } = this.#options();
-    const prompt = history.filter(isSent).map(toApi);
+    const prompt = this.messages.slice(0, -1).filter(isSent).map(toApi);
     const body = {
       messages: system ? [{ role: "system", content: system }, ...prompt] : prompt,
       stream: true,
@@ -163,11 +184,8 @@ export class Conversation {
       return_token_ids: true,
       ...sampling,
     };
-    const answer = newAnswer();
-    const abort = (this.#abort = new AbortController());
-    this.#replace([...history, answer]);
     try {
-      body.model = await this.modelName();
+      body.model = (await this.model()).id;
       await this.#stream(answer, { body, signal: abort.signal });
     } catch (error) {
       answer.toolCalls = []; // they may be incomplete
@@ -177,9 +195,11 @@ export class Conversation {
         answer.error = error.message;
       }
     }
-    this.#abort = null;
+    if (this.#abort === abort) {
+      this.#abort = null; // else another answer has begun
+    }
     this.#onChange(answer);
-    this.#save();
+    await this.#store.save(chat);
   }
 
   async #stream(answer, request) {
@@ -195,8 +215,8 @@ export class Conversation {
       answer.stats = watch.stats();
       if (usage) {
         const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-        answer.stats = { ...answer.stats, prompt: usage.prompt_tokens, cached };
-        this.tokens = usage.total_tokens;
+        const { prompt_tokens: prompt, total_tokens: total } = usage;
+        answer.stats = { ...answer.stats, prompt, cached, total };
       }
       this.#onChange(answer);
     }

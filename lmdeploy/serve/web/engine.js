@@ -1,21 +1,12 @@
 // The live view of the engine: the blocks of the KV cache, the prefix cache and the requests.
 
 import { getJson } from "./api.js";
-import { byId, make, makeSvg } from "./dom.js";
+import { byId, formatBytes, make, makeSvg, whole } from "./dom.js";
 
 const COLUMNS = 32;
 const MAX_CELLS = 256;
 const BUSY_MS = 500;
 const IDLE_MS = 2000;
-
-const whole = (value) => Math.round(value).toLocaleString("en");
-
-/** Return bytes with a binary unit. */
-function size(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  const level = Math.min(Math.max(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), 0), 4);
-  return `${(bytes / 1024 ** level).toFixed(level ? 1 : 0)} ${units[level]}`;
-}
 
 export class EngineView {
   #conversation;
@@ -101,9 +92,9 @@ function showBytes(figure, cache) {
   setBar(first, own, { max: none, text: whole(own) });
   setBar(second, none, { max: none, text: whole(none) });
   second.hidden = cache.format === "none";
-  const session = `A session of ${whole(cache.session_len)} tokens takes ${size(cache.session_bytes)}`;
+  const session = `A session of ${whole(cache.session_len)} tokens takes ${formatBytes(cache.session_bytes)}`;
   const ratio = cache.session_bytes_none / cache.session_bytes;
-  const compared = `, ${ratio.toFixed(2)}× less than in 16 bit (${size(cache.session_bytes_none)})`;
+  const compared = `, ${ratio.toFixed(2)}× less than in 16 bit (${formatBytes(cache.session_bytes_none)})`;
   figure.querySelector(".note").textContent = `${session}${cache.format === "none" ? "" : compared}.`;
 }
 

@@ -1,47 +1,44 @@
-// Starts the page and connects its parts: composer, keyboard, panels and the key dialog.
+// Starts the page and connects its parts.
 
-import { onMissingKey, setKey } from "./api.js";
+import { onLostServer, onMissingKey } from "./api.js";
+import { Attachments } from "./attachments.js";
+import { ChatList } from "./chats.js";
+import { Connection } from "./connection.js";
 import { Conversation } from "./conversation.js";
-import { byId, grow } from "./dom.js";
+import { askForKey } from "./dialogs.js";
+import { byId, grow, isSendKey, whole } from "./dom.js";
 import { EngineView } from "./engine.js";
-import { MessageList, isSendKey } from "./messages.js";
+import { MessageList } from "./messages.js";
+import { closeCovering } from "./panels.js";
+import { followEnd } from "./scrolling.js";
 import { Settings } from "./settings.js";
+import { ChatStore } from "./store.js";
 
-const NARROW = matchMedia("(max-width: 60rem)");
 const HAS_KEYBOARD = matchMedia("(hover: hover)");
-const NEAR_END = 40; // pixels: so close to the end, the view follows the answer
+const MAX_SPOKEN_CHARS = 2000;
+const NEARLY_FULL = 0.9; // of the context
 
+const prompt = byId("prompt");
+const setStatus = (text) => (byId("status").textContent = text);
 const settings = new Settings(byId("settings-form"));
+const store = new ChatStore({
+  onChange: () => chats.update(),
+  onProblem: (text) => (byId("store-problem").textContent = text),
+});
 const conversation = new Conversation({
   onChange: (message) => changed(message),
   options: () => settings.values(),
+  store,
 });
+const chats = new ChatList(byId("chat-list"), { conversation, store, onOpen: () => opened() });
 const list = new MessageList(byId("messages"), conversation);
 const engine = new EngineView(conversation);
-const prompt = byId("prompt");
+const connection = new Connection({ onChange: () => connectionChanged() });
+const attachments = new Attachments(byId("files"), { onProblem: setStatus });
+const scrollToEnd = followEnd(byId("scroller"), byId("messages"));
+let maxTokens = 0; // of the context
 let wasGenerating = false;
 let frame = 0;
-
-/** Keep the end of the conversation in view until the user scrolls up. Return a function that scrolls there. */
-function followEnd(scroller) {
-  let last = 0;
-  let follows = true;
-  scroller.addEventListener("scroll", () => {
-    const rest = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
-    follows = rest < NEAR_END || (follows && scroller.scrollTop >= last);
-    last = scroller.scrollTop;
-  });
-  const toEnd = () => {
-    follows = true;
-    scroller.scrollTop = scroller.scrollHeight;
-  };
-  const observer = new ResizeObserver(() => follows && toEnd());
-  observer.observe(byId("messages"));
-  observer.observe(scroller);
-  return toEnd;
-}
-
-const scrollToEnd = followEnd(byId("scroller"));
 
 /** Show a change: while an answer streams, at most once per frame. */
 function changed(message) {
@@ -59,66 +56,84 @@ function show(message) {
   byId("welcome").hidden = conversation.messages.length > 0;
   if (!message) {
     scrollToEnd();
+    chats.update();
+    engine.show();
   }
-  const { isGenerating } = conversation;
-  if (isGenerating !== wasGenerating) {
-    wasGenerating = isGenerating;
-    byId("send").textContent = isGenerating ? "Stop" : "Send";
-    const { error, finish } = conversation.messages.at(-1) ?? {};
-    const end = error ? "" : finish === "stopped" ? "Stopped" : "Done";
-    byId("status").textContent = isGenerating ? "Answering" : end;
-    engine.poll();
+  if (conversation.isGenerating !== wasGenerating) {
+    wasGenerating = conversation.isGenerating;
+    showGenerating(message);
   }
+  showContext();
   if (document.activeElement === document.body && HAS_KEYBOARD.matches) {
     prompt.focus(); // the button that had the focus is gone
+  }
+}
+
+/** Show the begin or the end of an answer. `answer` is missing when another chat or version is shown. */
+function showGenerating(answer) {
+  const { isGenerating } = conversation;
+  const { content = "", error, finish } = answer ?? {};
+  byId("send").textContent = isGenerating ? "Stop" : "Send";
+  showSend();
+  setStatus(isGenerating ? "Answering" : !answer || error ? "" : finish === "stopped" ? "Stopped" : "Done");
+  byId("spoken").textContent = isGenerating ? "" : content.slice(0, MAX_SPOKEN_CHARS);
+  engine.poll();
+}
+
+function showContext() {
+  const { tokens } = conversation;
+  byId("context").textContent = maxTokens ? `${whole(tokens)} of ${whole(maxTokens)} tokens` : "";
+  byId("context").classList.toggle("full", tokens > NEARLY_FULL * maxTokens);
+}
+
+function showSend() {
+  byId("send").disabled = !conversation.isReady && !conversation.isGenerating;
+}
+
+async function connectionChanged() {
+  byId("banner").textContent = connection.problem;
+  conversation.isReachable = connection.problem === "";
+  list.update();
+  showSend();
+  setStatus(connection.problem ? "" : "The server answers again.");
+  if (!connection.problem) {
+    conversation.forgetModel();
+    await showModel();
+  }
+  engine.poll();
+}
+
+async function showModel() {
+  try {
+    const model = await conversation.model();
+    maxTokens = model.max_model_len;
+    byId("model").textContent = model.id;
+    document.title = `${model.id} · lmdeploy-fp4`;
+    settings.showDefaults(model);
+    showContext();
+  } catch (error) {
+    setStatus(error.message);
   }
 }
 
 function send() {
   const text = prompt.value;
   const problem = settings.problem();
-  byId("status").textContent = problem;
-  if (text.trim() === "" || problem || conversation.isGenerating) {
+  const isEmpty = text.trim() === "" && attachments.isEmpty;
+  setStatus(problem);
+  if (isEmpty || problem || !conversation.isReady) {
     return;
   }
   prompt.value = "";
   grow(prompt);
-  conversation.send(text);
+  conversation.send(text, attachments.take());
 }
 
-/** Ask for the key in a dialog. */
-function askForKey(wasWrong) {
-  const dialog = byId("key-dialog");
-  byId("key-error").textContent = wasWrong ? "The server does not accept this key." : "";
-  byId("key").value = "";
-  dialog.showModal();
-  return new Promise((resolve) => {
-    let isGiven = false;
-    byId("key-form").onsubmit = (event) => {
-      event.preventDefault();
-      setKey(byId("key").value.trim());
-      isGiven = true;
-      dialog.close();
-    };
-    dialog.onclose = () => resolve(isGiven);
-  });
+/** Follow the choice of a chat. */
+function opened() {
+  closeCovering();
+  prompt.focus();
 }
-
-const panels = { settings: byId("toggle-settings"), engine: byId("toggle-engine") };
-
-function showPanel(name, isShown) {
-  for (const [each, toggle] of Object.entries(panels)) {
-    if (each === name || (isShown && NARROW.matches)) {
-      byId(each).hidden = each !== name || !isShown;
-      toggle.setAttribute("aria-expanded", !byId(each).hidden);
-    }
-  }
-}
-
-for (const [name, toggle] of Object.entries(panels)) {
-  toggle.addEventListener("click", () => showPanel(name, byId(name).hidden));
-}
-showPanel("engine", !NARROW.matches);
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -131,23 +146,40 @@ prompt.addEventListener("keydown", (event) => {
   }
 });
 prompt.addEventListener("input", () => grow(prompt));
-byId("new-chat").addEventListener("click", () => {
-  conversation.clear();
+prompt.addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length > 0) {
+    event.preventDefault();
+    attachments.add(event.clipboardData.files);
+  }
+});
+byId("attach").addEventListener("click", () => byId("file-input").click());
+byId("file-input").addEventListener("change", async ({ currentTarget }) => {
+  await attachments.add(currentTarget.files);
+  currentTarget.value = "";
   prompt.focus();
 });
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, (event) => {
+    if (event.dataTransfer.types.includes("Files")) {
+      event.preventDefault();
+      attachments.add(event.dataTransfer.files); // none before the drop
+    }
+  });
+}
+document.addEventListener("visibilitychange", () => document.hidden && conversation.keep());
+byId("new-chat").addEventListener("click", () => {
+  conversation.open();
+  opened();
+});
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]") && !closeCovering()) {
     conversation.stop();
   }
 });
 
 onMissingKey(askForKey);
+onLostServer(() => connection.check());
 changed();
-try {
-  const model = await conversation.modelName();
-  byId("model").textContent = model;
-  document.title = `${model} · lmdeploy-fp4`;
-} catch (error) {
-  byId("status").textContent = error.message;
-}
+await conversation.restore();
+await showModel();
 engine.poll();

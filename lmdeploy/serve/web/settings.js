@@ -1,14 +1,19 @@
 // The settings of a request. An empty field is left out, so that the server uses its default.
 
+import { whole } from "./dom.js";
+import { makePresets } from "./presets.js";
+
 const STORED = "settings";
 const TEXTS = new Set(["system", "reasoning_effort"]);
 
 export class Settings {
   #form;
+  #presets;
 
   constructor(form) {
     this.#form = form;
-    const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
+    this.#presets = makePresets(form);
+    const stored = JSON.parse(localStorage.getItem(STORED) ?? "{}");
     for (const [name, value] of Object.entries(stored)) {
       const field = form.elements.namedItem(name);
       if (field) {
@@ -19,6 +24,18 @@ export class Settings {
     form.addEventListener("input", () => this.#changed());
     form.addEventListener("reset", () => setTimeout(() => this.#changed()));
     this.#changed();
+  }
+
+  /** Show the values that the server uses for empty fields. */
+  showDefaults({ max_model_len: maxTokens, default_generation_settings: defaults }) {
+    const { do_sample: isSampled, ...values } = defaults;
+    for (const [name, value] of Object.entries(values)) {
+      this.#form.elements.namedItem(name)?.setAttribute("placeholder", value);
+    }
+    if (!isSampled) {
+      this.#form.elements.temperature.placeholder = "greedy";
+    }
+    this.#form.elements.max_tokens.placeholder = `up to ${whole(maxTokens)}`;
   }
 
   /** Return an empty string, or what is wrong with the first wrong field. */
@@ -50,7 +67,8 @@ export class Settings {
     }
     tools.setCustomValidity(isList ? "" : "This is not a JSON list.");
     const entries = Object.fromEntries(new FormData(this.#form));
-    sessionStorage.setItem(STORED, JSON.stringify(entries));
+    localStorage.setItem(STORED, JSON.stringify(entries));
+    this.#presets.forEach((preset) => preset.show());
   }
 }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fake_engine import make_engine
 from serving import serving
+from web_tab import CHAT, answer_with, chunk, stored_chats
 
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.engine.async_engine import AsyncEngine
@@ -19,9 +19,6 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 expect = playwright.expect
 expect.set_options(timeout=20_000)
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHAT = "**/v1/chat/completions"
-ALERTS = "window.alerts = 0; window.alert = () => { window.alerts += 1; };"
 HOSTILE = """<script>alert(1)</script>
 
 <img src=x onerror=alert(2)> [a](javascript:alert(3)) [b](data:text/html,<script>alert(4)</script>)
@@ -34,108 +31,12 @@ HOSTILE = """<script>alert(1)</script>
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("chromium is not installed (apt-get install chromium)")
-    with playwright.sync_playwright() as driver:
-        # Chromium's sandbox needs privileges that containers lack.
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
 def smollm2() -> Iterator[str]:
     config = TurbomindEngineConfig(
         quant_policy=16, session_len=2048, max_batch_size=8, cache_max_entry_count=64
     )
     with serving(AsyncEngine.load("smollm2", config, progress=False)) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def fake() -> Iterator[str]:
-    engine = make_engine(step_seconds=0.01, session_len=4096)
-    engine.loaded.cpp_engine.cache_tokens = 4096
-    with serving(engine) as url:
-        yield url
-
-
-class Tab:
-    """A tab of the browser that records errors and requests to other hosts."""
-
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        self.url = url
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
-        self.errors: list[str] = []
-        self.elsewhere: list[str] = []
-        self.page.add_init_script(ALERTS)
-        self.page.on("console", self._on_console)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", self._on_request)
-        self.page.goto(url)
-
-    def _on_console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
-            self.errors.append(f"{message.text} {message.location['url']}")
-
-    def _on_request(self, request: Any) -> None:
-        if not request.url.startswith((self.url, "data:")):
-            self.elsewhere.append(request.url)
-
-    def send(self, text: str) -> None:
-        self.page.fill("#prompt", text)
-        self.page.keyboard.press("Enter")
-
-    def wait_for_answer(self) -> None:
-        expect(self.page.locator("#send")).to_have_text("Send", timeout=60_000)
-        expect(self.page.locator(".answer").last).to_have_attribute("aria-busy", "false")
-
-    def ask(self, text: str) -> None:
-        self.send(text)
-        self.wait_for_answer()
-
-    def texts(self, selector: str) -> list[str]:
-        return self.page.locator(selector).all_inner_texts()
-
-    def close(self) -> None:
-        alerts = self.page.evaluate("window.alerts")
-        self.context.close()
-        assert (self.errors, self.elsewhere, alerts) == ([], [], 0)
-
-
-@pytest.fixture
-def open_tab(browser: Any) -> Iterator[Any]:
-    tabs: list[Tab] = []
-
-    def open_one(url: str, **options: Any) -> Tab:
-        tabs.append(Tab(browser, url, **options))
-        return tabs[-1]
-
-    yield open_one
-    for tab in tabs:
-        tab.close()
-
-
-def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-
-
-def answer_with(tab: Tab, *events: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answer with a stream in the server's place. Return the bodies that the page sends."""
-    bodies: list[dict[str, Any]] = []
-    parts = [": a comment", *(f"data: {json.dumps(event)}" for event in events), "data: [DONE]"]
-    stream = "".join(f"{part}\n\n" for part in parts)
-
-    def fulfill(route: Any) -> None:
-        bodies.append(json.loads(route.request.post_data))
-        route.fulfill(status=200, content_type="text/event-stream", body=stream)
-
-    tab.page.route(CHAT, fulfill)
-    return bodies
 
 
 def test_smollm2_answer_streams_and_blocks_appear(open_tab: Any, smollm2: str) -> None:
@@ -145,14 +46,15 @@ def test_smollm2_answer_streams_and_blocks_appear(open_tab: Any, smollm2: str) -
     tab.ask("What is the capital of France?")
     expect(tab.page.locator(".answer .rendered")).to_contain_text("Paris")
     stats = tab.texts(".answer .stats")[0]
-    assert re.search(r"\d+ tokens · [\d.]+ tokens/s · first token after \d+\.\d\d s", stats)
+    assert re.search(r"\d+ tokens · .*first token after \d+\.\d\d s", stats)
     tab.send("Tell me a long story about the sea.")
     expect(tab.page.locator("#send")).to_have_text("Stop")
     expect(tab.page.locator("#pool-window16 rect.active").first).to_be_visible()
     expect(tab.page.locator("#requests dd").first).to_have_text("1")
     tab.page.click("#send")
     tab.wait_for_answer()
-    assert "stopped" in tab.texts(".answer .stats")[-1]
+    stats = tab.texts(".answer .stats")[-1]
+    assert re.search(r"stopped · \d+ tokens? · [\d.]+ tokens/s · first token", stats)
     expect(tab.page.locator("#pool-window16 rect.active")).to_have_count(0)
     expect(tab.page.locator("#conversation-blocks rect.window16").first).to_be_visible()
     assert tab.texts("#bytes b") == ["6,600", "23,040"]
@@ -220,7 +122,7 @@ def test_keyboard_alone_sends_stops_and_edits(open_tab: Any, fake: str) -> None:
     expect(tab.page.locator(".answer .rendered").last).to_have_text("You said: SHORT")
 
 
-def test_edit_removes_what_follows_and_cancel_keeps_it(open_tab: Any, fake: str) -> None:
+def test_edit_replaces_what_follows_and_cancel_keeps_it(open_tab: Any, fake: str) -> None:
     tab = open_tab(fake)
     for question in ("one", "two", "three"):
         tab.ask(question)
@@ -392,8 +294,10 @@ def test_key_is_asked_for_once_and_kept_in_the_tab(open_tab: Any, browser: Any) 
         expect(tab.page.locator("#model")).to_have_text("m")
         expect(dialog).to_be_hidden()
         expect(tab.page.locator(".answer .rendered")).to_have_text("You said: HELLO")
-        stored = "[localStorage.length, sessionStorage.getItem('api_key'), document.cookie]"
-        assert tab.page.evaluate(stored) == [0, "secret", ""]
+        stored = "[sessionStorage.getItem('api_key'), document.cookie]"
+        assert tab.page.evaluate(stored) == ["secret", ""]
+        assert "secret" not in tab.page.evaluate("JSON.stringify(localStorage)")
+        assert "secret" not in json.dumps(stored_chats(tab))
         assert all("401" in error for error in tab.errors)  # Chromium reports the refused requests
         tab.errors.clear()
 
@@ -446,4 +350,156 @@ def test_page_says_why_it_shows_no_cache(open_tab: Any, browser: Any) -> None:
         expect(tab.page.locator("#engine-error")).to_have_text(reason)
         expect(tab.page.locator("#engine-view")).to_be_hidden()
         assert all("404" in error for error in tab.errors)
+        tab.errors.clear()
+
+
+def test_code_is_highlighted_and_copied_by_its_button(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake, permissions=["clipboard-read", "clipboard-write"])
+    code = 'def f(x):  # twice\n    return 2 * x, "<b>"\n'
+    answer_with(tab, chunk({"content": f"```python\n{code}```\n"}, "stop"))
+    tab.ask("code")
+    block = tab.page.get_by_role("region", name="Code in python")
+    expect(block).to_have_text(code)
+    assert tab.texts(".code-keyword") == ["def", "return"]
+    assert tab.texts(".code-comment") == ["# twice"] and tab.texts(".code-string") == ['"<b>"']
+    colors = "e => [e, e.parentElement].map((each) => getComputedStyle(each).color)"
+    own, plain = tab.page.locator(".code-keyword").first.evaluate(colors)
+    assert own != plain
+    tab.page.locator(".code").get_by_role("button", name="Copy").click()
+    expect(tab.page.locator(".code-head button")).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == code
+
+
+def test_code_is_copied_without_a_clipboard(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake, permissions=["clipboard-read", "clipboard-write"])
+    tab.page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    tab.page.reload()
+    tab.ask("hello")
+    copies = tab.page.locator(".answer footer").get_by_role("button", name="Copy")
+    copies.press("Enter")
+    expect(tab.page.locator(".answer footer")).to_contain_text("Copied")
+    expect(tab.page.get_by_role("button", name="Copied")).to_be_focused()
+    tab.page.locator("#prompt").press("Control+V")
+    expect(tab.page.locator("#prompt")).to_have_value("You said: HELLO")
+
+
+def test_formulas_are_drawn_as_mathml(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake, viewport={"width": 360, "height": 640})
+    wide = "x + " * 200 + "1"
+    link = r"$\href{javascript:alert(1)}{a}$"
+    text = f"The root $\\sqrt{{2}}$ of\n\n$$\n{wide}\n$$\n\nand {link}, $5."
+    answer_with(tab, chunk({"content": text}, "stop"))
+    tab.ask("math")
+    expect(tab.page.locator(".answer math")).to_have_count(3)
+    assert tab.page.locator("msqrt").evaluate("e => e.namespaceURI").endswith("/MathML")
+    width, inner = tab.page.locator("msqrt").evaluate(
+        "e => [e, e.firstElementChild].map(x => x.getBoundingClientRect().width)"
+    )
+    assert width > inner + 3  # the sign of the root is drawn
+    formula = tab.page.locator(".formula")
+    scrolled, shown = formula.evaluate("e => [e.scrollWidth, e.clientWidth]")
+    assert scrolled > shown and shown <= 360
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert tab.page.locator(".answer [href]").count() == 0
+
+
+def test_settings_show_the_defaults_of_the_server(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake)
+    tab.page.click("#toggle-settings")
+    shown = {
+        name: tab.page.locator(f"[name={name}]").get_attribute("placeholder")
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    }
+    assert list(shown.values()) == ["0.7", "1", "40", "0", "1", "up to 4,096"]
+
+
+def test_presets_fill_fields_and_follow_them(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake)
+    bodies = answer_with(tab, chunk({"content": "Hi."}, "stop"))
+    tab.page.click("#toggle-settings")
+    tab.page.fill("[name=seed]", "3")
+    tab.page.select_option("#sampling-preset", "Creative")
+    tab.page.select_option("#reasoning-preset", "Short")
+    tab.ask("hello")
+    sent = {"temperature": 1.1, "min_p": 0.05, "enable_thinking": True, "reasoning_effort": "low"}
+    assert bodies[0].items() >= {**sent, "seed": 3}.items()
+    tab.page.reload()
+    expect(tab.page.locator("#sampling-preset")).to_have_value("Creative")
+    tab.page.click("#toggle-settings")
+    tab.page.fill("[name=temperature]", "1.2")
+    expect(tab.page.locator("#sampling-preset")).to_have_value("Custom")
+    tab.page.select_option("#sampling-preset", "Default")
+    tab.page.select_option("#reasoning-preset", "Off")
+    tab.ask("hello")
+    assert bodies[1]["enable_thinking"] is False and bodies[1]["seed"] == 3
+    assert not {"temperature", "top_p", "min_p", "reasoning_effort"} & set(bodies[1])
+
+
+def test_theme_is_chosen_and_remembered(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake, color_scheme="light")
+    is_dark = "getComputedStyle(document.body).backgroundColor === 'rgb(21, 23, 22)'"
+    assert not tab.page.evaluate(is_dark)
+    tab.page.click("#toggle-settings")
+    tab.page.get_by_role("radio", name="Dark").check()
+    assert tab.page.evaluate(is_dark)
+    tab.page.reload()
+    assert tab.page.evaluate(is_dark)
+    tab.page.click("#toggle-settings")
+    expect(tab.page.get_by_role("radio", name="Dark")).to_be_checked()
+    tab.page.get_by_role("radio", name="System").check()
+    assert not tab.page.evaluate(is_dark)
+    tab.page.emulate_media(color_scheme="dark")
+    assert tab.page.evaluate(is_dark)
+
+
+def test_context_is_shown_in_tokens_of_its_maximum(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake)
+    context = tab.page.locator("#context")
+    expect(context).to_have_text("0 of 4,096 tokens")
+    for total, is_full in ((1234, False), (4000, True)):
+        usage = {"prompt_tokens": total - 1, "completion_tokens": 1, "total_tokens": total}
+        answer_with(tab, chunk({"content": "Hi."}, "stop"), {"choices": [], "usage": usage})
+        tab.ask("hello")
+        expect(context).to_have_text(f"{total:,} of 4,096 tokens")
+        assert ("full" in (context.get_attribute("class") or "")) == is_full
+
+
+def test_stopped_server_disables_sending_until_it_is_back(open_tab: Any) -> None:
+    engine = make_engine(step_seconds=0.01, session_len=4096)
+    engine.loaded.cpp_engine.cache_tokens = 4096
+    with serving(engine, grace_seconds=1) as url:
+        tab = open_tab(url)
+        tab.send("x" * 400)
+        expect(tab.page.locator(".answer")).to_contain_text("You said: XX")
+    banner = tab.page.get_by_role("alert").filter(has_text="does not answer")
+    expect(banner).to_be_visible()
+    expect(tab.page.locator("#send")).to_be_disabled()
+    expect(tab.page.locator(".answer .error")).to_be_visible()
+    expect(tab.page.get_by_role("button", name="Regenerate")).to_be_disabled()
+    tab.send("hello")
+    assert tab.page.input_value("#prompt") == "hello"  # it is kept
+    with serving(make_engine(), model_name="n") as new:  # in the place of the old one
+        tab.page.route(
+            f"{url}/**", lambda route: route.continue_(url=route.request.url.replace(url, new))
+        )
+        expect(banner).to_be_hidden()
+        expect(tab.page.locator("#model")).to_have_text("n")
+        expect(tab.page.locator("#status")).to_have_text("The server answers again.")
+        expect(tab.page.locator(".answer .rendered")).to_contain_text("You said: XX")
+        tab.page.keyboard.press("Enter")
+        expect(tab.page.locator(".answer .rendered").last).to_have_text("You said: HELLO")
+        tab.page.goto("about:blank")
+    tab.errors.clear()  # Chromium reports each request that failed
+
+
+def test_failed_engine_is_named(open_tab: Any) -> None:
+    engine = make_engine()
+    with serving(engine) as url:
+        tab = open_tab(url)
+        engine.loaded.cpp_engine.fail("no memory")
+        tab.send("hello")
+        banner = tab.page.locator("#banner")
+        expect(banner).to_contain_text("The engine has failed: ")
+        expect(banner).to_contain_text("no memory")
+        expect(tab.page.locator("#send")).to_be_disabled()
         tab.errors.clear()
