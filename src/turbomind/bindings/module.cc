@@ -6,6 +6,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/core/check.h"
 
@@ -16,6 +21,19 @@ PYBIND11_MODULE(_turbomind, m) {
   m.doc() = "The C++ engine of lmdeploy.";
   py::register_exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
   py::register_exception<InternalError>(m, "InternalError", PyExc_RuntimeError);
+  // Otherwise the message would be "std::bad_alloc".
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(std::move(thrown));
+    } catch (const std::bad_alloc& error) {
+      const bool is_bare = std::string(error.what()) == std::bad_alloc().what();
+      PyErr_SetString(PyExc_MemoryError,
+                      is_bare ? "The system has too little free memory. Close other programs, use "
+                                "fewer bits (--weight-format, --quant-policy), or raise the limit "
+                                "of the process (ulimit -v)."
+                              : error.what());
+    }
+  });
   DefDevices(m);  // the defaults of the next ones use DeviceCapability
   DefKvFormats(m);
   DefConfigs(m);

@@ -266,6 +266,35 @@ def test_make_cpu_device_too_many_threads_raises_value_error() -> None:
     assert done.stdout.strip().endswith("Use fewer (--num-threads).")
 
 
+LITTLE_MEMORY = """
+import resource
+from lmdeploy import _turbomind as tm
+config = tm.ContiguousCacheConfig([("nvfp4", "nvfp4")])
+config.num_heads = config.num_kv_heads = 8
+config.head_dim, config.max_seq_len = 128, 1 << 20
+device = tm.make_cpu_device(1)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (16 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    tm.ContiguousCache(device, config)
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_memory_that_the_system_refuses_is_told_in_a_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The system has too little free memory.")
+
+
 def test_plan_memory_counts_bytes_and_checks_options() -> None:
     config = tm.EngineConfig()
     config.kv_format = "nvfp4"
