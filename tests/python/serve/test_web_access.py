@@ -228,12 +228,15 @@ def test_reduced_motion_stops_animations_and_transitions(open_tab: Any, fake: st
         tab.wait_for_answer()
 
 
-def test_phone_shows_everything_without_horizontal_scrolling(open_tab: Any, fake: str) -> None:
-    tab = open_tab(fake, viewport={"width": 320, "height": 640})
+@pytest.mark.parametrize("width", [320, 1000])
+def test_narrow_page_shows_everything_without_horizontal_scrolling(
+    open_tab: Any, fake: str, width: int
+) -> None:
+    tab = open_tab(fake, viewport={"width": width, "height": 640})
     fill(tab)
     tab.page.locator(".question").get_by_role("button", name="Edit").click()
     for name in ("", "chats", "settings", "engine"):
-        if name:
+        if name and tab.page.locator(f"#{name}").is_hidden():
             tab.page.click(f"#toggle-{name}")
         if name == "chats":
             tab.page.get_by_role("button", name="Rename").click()
@@ -243,4 +246,4 @@ def test_phone_shows_everything_without_horizontal_scrolling(open_tab: Any, fake
     right = (
         "[...document.querySelectorAll('.top button')].map((e) => e.getBoundingClientRect().right)"
     )
-    assert max(tab.page.evaluate(right)) <= 320
+    assert max(tab.page.evaluate(right)) <= width
