@@ -37,7 +37,7 @@ BODY = {
 
 @dataclass
 class Tally:
-    """What happened to the streams."""
+    """The outcomes of the streams."""
 
     complete: int = 0
     retries: int = 0

@@ -14,6 +14,7 @@ NOTES = {
     *("examples", "deprecated", "readOnly", "writeOnly", "nullable"),
 }
 MAX_DEPTH = 16  # of references and of combined schemas
+MAX_STEPS = 1000  # through the references and parts of one schema
 
 
 def resolve(reference: Any, root: Schema) -> Any:
@@ -55,11 +56,16 @@ def with_all_properties(schema: Schema) -> Schema:
     return merged
 
 
-def merge(schema: Any, root: Schema, *, depth: int = 0) -> Schema:
+def merge(schema: Any, root: Schema, *, depth: int = 0, left: list[int] | None = None) -> Schema:
     """Return a schema in which `$ref` and `allOf` are merged. `root` has the definitions.
 
-    Keywords that cannot be merged stay in `allOf`.
+    Keywords that cannot be merged stay in `allOf`. References can repeat each other without end, so
+    that at most MAX_STEPS parts are merged, and `left` has how many may follow.
     """
+    left = [MAX_STEPS] if left is None else left
+    left[0] -= 1
+    if left[0] < 0:
+        return {}
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return {}
     own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
@@ -68,17 +74,17 @@ def merge(schema: Any, root: Schema, *, depth: int = 0) -> Schema:
     if "$ref" in schema:
         parts.append(resolve(schema["$ref"], root))
     for part in parts:
-        own = _both(own, merge(part, root, depth=depth + 1))
+        own = _both(own, merge(part, root, depth=depth + 1, left=left))
     return own
 
 
 def _both(one: Schema, other: Schema) -> Schema:
     """Return the schema of objects that fit both."""
-    properties = dict(_properties(one))
-    for key, schema in _properties(other).items():
+    properties = dict(properties_of(one))
+    for key, schema in properties_of(other).items():
         known = properties.get(key, schema)
         properties[key] = schema if known == schema else {"allOf": [known, schema]}
-    required = [*dict.fromkeys([*_required(one), *_required(other)])]
+    required = [*dict.fromkeys([*required_of(one), *required_of(other)])]
     merged = {**other, **one}
     apart = one.keys() & other.keys() - NOTES - {"properties", "required"}
     apart = {key for key in apart if one[key] != other[key]}
@@ -96,22 +102,24 @@ def _any_of(schemas: list[Schema]) -> Schema:
     """Return a schema of objects that fit any of these. Others may fit it, too."""
     found: dict[str, list[Any]] = {}
     for schema in schemas:
-        for key, value in _properties(schema).items():
+        for key, value in properties_of(schema).items():
             known = found.setdefault(key, [])
             if value not in known:
                 known.append(value)
     properties = {
         key: each[0] if len(each) == 1 else {"anyOf": each} for key, each in found.items()
     }
-    required = [key for key in properties if all(key in _required(schema) for schema in schemas)]
+    required = [key for key in properties if all(key in required_of(schema) for schema in schemas)]
     return {"properties": properties, "required": required}
 
 
-def _properties(schema: Schema) -> Schema:
+def properties_of(schema: Schema) -> Schema:
+    """Return the properties of an object's schema."""
     properties = schema.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
-def _required(schema: Schema) -> list[Any]:
+def required_of(schema: Schema) -> list[str]:
+    """Return the names of the required properties."""
     required = schema.get("required")
     return [key for key in required if isinstance(key, str)] if isinstance(required, list) else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmdeploy.chat.json_schemas import DEFINITIONS, MAX_DEPTH, UNIONS, Schema, resolve
+from lmdeploy.chat.json_schemas import DEFINITIONS, MAX_DEPTH, MAX_STEPS, UNIONS, Schema, resolve
 
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # as templates write them
 
@@ -29,14 +29,15 @@ def argument_types(parameters: Schema, key: str) -> set[str]:
     schema = property_schema(parameters, key)
     if not schema.keys() - set(DEFINITIONS):
         return {"string"}
-    return _types(schema, schema, depth=0)
+    return _types(schema, schema, depth=0, left=[MAX_STEPS])
 
 
-def _types(schema: Any, root: Schema, *, depth: int) -> set[str]:
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+def _types(schema: Any, root: Schema, *, depth: int, left: list[int]) -> set[str]:
+    left[0] -= 1  # references can repeat each other without end
+    if not isinstance(schema, dict) or depth > MAX_DEPTH or left[0] < 0:
         return set(_ALL_TYPES)
     if "$ref" in schema:
-        return _types(resolve(schema["$ref"], root), root, depth=depth + 1)
+        return _types(resolve(schema["$ref"], root), root, depth=depth + 1, left=left)
     declared = schema.get("type")
     if isinstance(declared, str):
         return {declared}
@@ -47,10 +48,10 @@ def _types(schema: Any, root: Schema, *, depth: int) -> set[str]:
             return {type_of(value) for value in values}
     for word in UNIONS:
         if isinstance(schema.get(word), list):
-            found = [_types(part, root, depth=depth + 1) for part in schema[word]]
+            found = [_types(part, root, depth=depth + 1, left=left) for part in schema[word]]
             return set().union(*found)
     if isinstance(schema.get("allOf"), list):
-        found = [_types(part, root, depth=depth + 1) for part in schema["allOf"]]
+        found = [_types(part, root, depth=depth + 1, left=left) for part in schema["allOf"]]
         return set(_ALL_TYPES).intersection(*found)
     return set(_ALL_TYPES)
 

@@ -23,6 +23,8 @@ from lmdeploy.chat.json_schemas import (
     NOTES,
     UNIONS,
     Schema,
+    properties_of,
+    required_of,
     with_all_properties,
     with_own_properties,
 )
@@ -228,8 +230,8 @@ def _object_schema(tool: Tool) -> Schema:
     if is_strict(tool):
         field = f"tools.{tool_name(tool)}.parameters"
         _check_keywords(schema, _OF_OBJECTS, field=field)
-        for key in schema.get("required", []):
-            if key not in schema.get("properties", {}):
+        for key in required_of(schema):
+            if key not in properties_of(schema):
                 raise _refusal(field, f"requires {show(key)}, which is not among its properties")
     return with_all_properties(schema)
 

@@ -148,7 +148,10 @@ class TextFormat:
         marks: tuple[str, ...] = ()
         calls = None if constrained else self._calls(start)
         if self.reasoning is not None:
-            splitters.append(self.reasoning.splitter(start._replace(calls=calls)))
+            has_mark = calls is not None and calls.mark
+            splitters.append(
+                self.reasoning.splitter(start._replace(calls=calls if has_mark else None))
+            )
             marks += self.reasoning.marks
         if self.tools is not None and calls is not None:
             splitters.append(calls.splitter())
@@ -166,7 +169,7 @@ class TextFormat:
         tools, tool_use = self.tools, start.tool_use
         if tools is None or tool_use is None:
             return None
-        return CallsInside(tools.marks[0], lambda: tools.splitter(tool_use))
+        return CallsInside("".join(tools.marks[:1]), lambda: tools.splitter(tool_use))
 
     def with_reasoning(self, parser: ReasoningParser) -> TextFormat:
         """Return this format with another reasoning part."""

@@ -1,1 +1,1 @@
-"""What files beside the vocabulary state about its tokens."""
+"""Find the tokens that files beside the vocabulary state."""

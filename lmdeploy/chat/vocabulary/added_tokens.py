@@ -31,7 +31,7 @@ AddedTokens = list[dict[str, Any]]  # as `added_tokens` of tokenizer.json
 
 @dataclass(frozen=True)
 class StatedTokens:
-    """What the files beside tokenizer.json state about tokens."""
+    """The tokens that files beside tokenizer.json state."""
 
     config: Mapping[str, Any]  # tokenizer_config.json, and special_tokens_map.json
     decoder: AddedTokens  # added_tokens_decoder

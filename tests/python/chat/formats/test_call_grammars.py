@@ -9,6 +9,7 @@ import json
 import random
 import re
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,36 @@ def test_strict_schema_that_tags_cannot_express_is_refused(
     del function["strict"]  # without it, the keyword is ignored
     tool_use = check_tool_use([{"type": "function", "function": function}], "required")
     assert chat.grammar(AnswerStart(tool_use=tool_use), None) is not None
+
+
+MANY: dict[str, Any] = {f"s{i}": {"allOf": [{"$ref": f"#/$defs/s{i + 1}"}] * 16} for i in range(16)}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"allOf": [{"$ref": "#"}] * 16},
+        {"$ref": "#/$defs/s0", "$defs": MANY},
+        {
+            "properties": {"x": {"anyOf": [{"$ref": "#/$defs/y"}] * 100}},
+            "$defs": {"y": {"anyOf": [{"$ref": "#/$defs/y"}] * 100}},
+        },
+        {"properties": [1], "required": 5},
+        {"properties": {"x": {}}, "required": [[1], None]},
+    ],
+    ids=["itself", "levels", "types", "no lists", "no names"],
+)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", [*TAGGED, "gemma"])
+def test_hostile_parameters_end_soon(name: str, parameters: dict[str, Any], strict: bool) -> None:
+    chat = chat_format(name, WITH_TOKENS)
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    tool_use = check_tool_use([{"type": "function", "function": function}], "required")
+    start = AnswerStart(tool_use=tool_use)
+    with suppress(OptionError):
+        chat.grammar(start, None)
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>"
+    read(chat, start, WITH_TOKENS.encode(text, add_special=False))
 
 
 def test_required_answer_of_a_prompted_model_goes_on_only_with_the_mark_of_a_call() -> None:
