@@ -11,7 +11,6 @@
 namespace kvx {
 namespace {
 
-using turbomind::DataType;
 using turbomind::KvCacheMode;
 using turbomind::KvLayerView;
 using turbomind::KvSide;
@@ -277,8 +276,8 @@ void GatherQuantized(const kvx_tm_layer_t* layer, const kvx_gather_desc_t* gathe
     const int s = static_cast<int>(side);
     const IoRows rows(*io[s], dtypes[s], view);
     const bool has_offsets = side == KvSide::kK && view.HasKOffset();
+    float offset[kMaxHeadDim] = {};
     tables.ForEach(0, [&](int64_t row, int64_t block, int64_t slot) {
-      float offset[kMaxHeadDim];
       for (int head = 0; head < view.kv_heads; ++head) {
         if (has_offsets) {
           turbomind::DecodeKOffset(view, block, head, offset);

@@ -189,6 +189,7 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
     const int context = batch.context_lens[seq];
     float* out = (side == KvSide::kK ? params.k : params.v) +
                  item / 2 * static_cast<int64_t>(params.max_len) * head_dim;
+    float offset[kMaxHeadDim] = {};
     for (int t = 0; t < context; ++t, out += head_dim) {
       const int index = t / params.kv.block_seq_len;
       const bool is_in_window16 =
@@ -205,7 +206,6 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
                           GlobalScale(kv, side, head), false},
                          at.payload, at.metadata, out);
       if (side == KvSide::kK && kv.HasKOffset()) {
-        float offset[kMaxHeadDim];
         DecodeKOffset(kv, block, head, offset);
         for (int d = 0; d < head_dim; ++d) {
           out[d] += offset[d];
