@@ -310,6 +310,7 @@ class Request:
     priority: int
     num_resumed: int  # trailing tokens of `prompt` that are the beginning of the response
     max_new_tokens: int  # num_resumed included
+    long_rope: bool  # must be true for sequences that may exceed short_rope_length
     min_new_tokens: int
     ignore_eos: bool
     eos_ids: list[int]
@@ -451,6 +452,12 @@ def make_cuda_device(
     """Make a device. `cublas_lt` files are tried before those that the library finds itself.
 
     Raises InvalidArgument, in one line, if the GPU cannot be used.
+    """
+
+def short_rope_length(model: ModelConfig, session_len: int) -> int:
+    """Return the greatest length of a sequence with the short factors of longrope.
+
+    0 means that all sequences have the same frequencies. Raise InvalidArgument for a wrong model.
     """
 
 def plan_memory(

@@ -306,7 +306,8 @@ class Pipeline:
 
         Args:
             input_ids: token ids of a prompt that this pipeline has computed. Only whole blocks are
-                copied, and only as far as they are still cached.
+                copied, and only as far as they are still cached. With longrope, only those with
+                the short factors are.
 
         Raises:
             ValueError: if `input_ids` is not a list of token ids.

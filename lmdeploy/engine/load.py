@@ -61,6 +61,7 @@ class LoadedEngine:
     eos_ids: list[int]
     kv: KvOptions
     sampling: dict[str, Any] = field(default_factory=lambda: sampling_defaults({}))
+    short_rope_length: int = 0  # as in _turbomind.short_rope_length
     model_path: str = ""
     model_type: str = ""
     device_line: str = ""
@@ -174,6 +175,9 @@ def load_engine_with(
             texts.tokenizer.stop_ids, texts.generation_config, vocab_size=model.config.vocab_size
         ),
         kv=kv,
+        short_rope_length=_turbomind.short_rope_length(
+            model.config, session_len=engine_config.session_len
+        ),
         sampling=sampling_defaults(texts.generation_config),
         model_path=hub_address(model_path)[0],
         model_type=model.model_type,

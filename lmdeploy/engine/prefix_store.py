@@ -33,8 +33,11 @@ def identity_of_cache(
     The function reads a part of every tensor at its first call. It keeps no file open.
     """
     model = files.info.config
-    # These kinds choose their frequencies by the session's length.
-    depends_on_length = any(rope.kind in ("dynamic", "longrope") for rope in model.ropes)
+    # These choose the frequencies of all sequences by the session's length. Without a bias of K,
+    # longrope chooses for each sequence, which has a salt for it.
+    depends_on_length = any(
+        rope.kind == "dynamic" or (rope.kind == "longrope" and model.k_bias) for rope in model.ropes
+    )
     known: dict[str, Any] = {
         "layout": _LAYOUT_VERSION,
         "dtype": model.dtype,

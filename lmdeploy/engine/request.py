@@ -81,7 +81,9 @@ class RequestMaker:
         request.num_prompt_logprobs = -1 if prompt_logprobs is None else prompt_logprobs
         request.logits_output = config.output_logits or "none"
         request.pooling = config.pooling or "none"
-        request.cache_salt = salt_bytes(config.cache_salt)
+        longest = len(prompt_ids) + request.max_new_tokens
+        request.long_rope = 0 < loaded.short_rope_length < longest
+        request.cache_salt = salt_bytes(config.cache_salt, long_rope=request.long_rope)
         grammar = self._grammar()
         if grammar is not None:
             request.token_mask = self._token_mask(grammar, grammars)
@@ -218,11 +220,16 @@ def bad_sequences(config: GenerationConfig, tokenizer: Tokenizer) -> list[list[i
     return sequences
 
 
-def salt_bytes(salt: str | None) -> bytes:
-    """Return the 16 bytes of a salt in the prefix cache. None becomes zeros."""
-    if salt is None:
+def salt_bytes(salt: str | None, *, long_rope: bool = False) -> bytes:
+    """Return the 16 bytes of a salt in the prefix cache. None becomes zeros.
+
+    Keys with the long factors of longrope have salts of their own.
+    """
+    if salt is None and not long_rope:
         return bytes(16)
-    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
+    text = "" if salt is None else salt
+    prefix = b"long factors " if long_rope else b""
+    return hashlib.sha256(prefix + text.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 def is_constrained(config: GenerationConfig) -> bool:

@@ -38,6 +38,7 @@ REQUEST_FIELDS = (
     "num_prompt_logprobs",
     "logits_output",
     "pooling",
+    "long_rope",
     "cache_salt",
 )
 REQUEST_ID = "request_id"  # in the core that sends it, for the router

@@ -123,6 +123,7 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("k_bias", &ModelConfig::k_bias)
       .def_readwrite("windows", &ModelConfig::windows)
       .def("validate", &ModelConfig::Validate);
+  m.def("short_rope_length", &ShortRopeLength, py::arg("model"), py::arg("session_len"));
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);
   DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);
 

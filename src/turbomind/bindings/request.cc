@@ -134,6 +134,7 @@ void DefRequest(py::module_& m) {
       .def_readwrite("priority", &Request::priority)
       .def_readwrite("num_resumed", &Request::num_resumed)
       .def_readwrite("max_new_tokens", &Request::max_new_tokens)
+      .def_readwrite("long_rope", &Request::long_rope)
       .def_readwrite("min_new_tokens", &Request::min_new_tokens)
       .def_readwrite("ignore_eos", &Request::ignore_eos)
       .def_readwrite("eos_ids", &Request::eos_ids)

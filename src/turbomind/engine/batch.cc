@@ -18,6 +18,7 @@ void Batch::Add(Sequence& sequence) {
     tokens.push_back(in_draft < 0 ? sequence.tokens[static_cast<size_t>(p)]
                                   : sequence.draft[static_cast<size_t>(in_draft)]);
     positions.push_back(static_cast<int32_t>(p));
+    rope_sets.push_back(sequence.request->long_rope ? 1 : 0);
   }
   num_decode += sequence.num_planned == 1 ? 1 : 0;
   cu_seqlens.push_back(static_cast<int32_t>(tokens.size()));
@@ -73,6 +74,7 @@ void Batch::Clear() {
   num_decode = 0;
   tokens.clear();
   positions.clear();
+  rope_sets.clear();
   cu_seqlens.clear();
   context_lens.clear();
 }
@@ -91,7 +93,8 @@ void Batch::Finish() {
         .block_table_stride = table.stride,
         .window16_tables = table.window16_ids.empty() ? nullptr : table.window16_ids.data(),
         .blocks_to_quantize = table.blocks_to_quantize.data(),
-        .num_to_quantize = static_cast<int>(table.blocks_to_quantize.size())};
+        .num_to_quantize = static_cast<int>(table.blocks_to_quantize.size()),
+        .rope_sets = rope_sets.data()};
   }
 }
 

@@ -38,6 +38,7 @@ struct Batch {
   int num_decode = 0;
   std::vector<int32_t> tokens;        // [num_tokens]
   std::vector<int32_t> positions;     // [num_tokens]
+  std::vector<int32_t> rope_sets;     // [num_tokens]
   std::vector<int32_t> cu_seqlens;    // [num_seqs + 1]
   std::vector<int32_t> context_lens;  // [num_seqs]
   std::vector<BlockTables> tables;    // by layer group

@@ -26,7 +26,7 @@ DraftDecoder::DraftDecoder(const EngineConfig& config, int vocab_size,
                            std::vector<int64_t> num_blocks, Device& device)
     : vocab_size_(vocab_size),
       session_len_(config.session_len),
-      model_(Resolved(DraftModelOf(config).model, config.session_len)),
+      model_(Resolved(DraftModelOf(config).model, config.session_len, false)),
       device_(device),
       cache_(device, CacheConfig(model_, DraftConfig(config)), std::move(num_blocks)),
       manager_(cache_, false),

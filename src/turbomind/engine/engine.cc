@@ -98,6 +98,7 @@ struct Engine::Impl {
 
   const ModelConfig model;
   const EngineConfig config;
+  const int short_rope_length = ShortRopeLength(model, config.session_len);
   const MemoryPlan plan;
 
   // Used by the engine thread.
@@ -157,6 +158,13 @@ void Engine::Impl::CheckRequest(const Request& request) const {
     throw InvalidArgument(got + ", but the whole KV cache holds " +
                           std::to_string(plan.max_sequence_tokens) +
                           ". Shorten the prompt or raise --cache-max-entry-count.");
+  }
+  const int64_t longest =
+      std::min<int64_t>(length + request.max_new_tokens - request.num_resumed, config.session_len);
+  if (short_rope_length > 0 && longest > short_rope_length && !request.long_rope) {
+    throw InvalidArgument("long_rope is false. It must be true for a sequence of up to " +
+                          std::to_string(longest) + " tokens, which is more than " +
+                          std::to_string(short_rope_length));
   }
   RequirePromptOnly(request);
   RequireIds("prompt", request.prompt, model.vocab_size);

@@ -38,7 +38,10 @@ struct Request : SamplingRequest {
   int num_prompt_logprobs = -1;  // like num_logprobs, for prompt tokens
   LogitsOutput logits_output = LogitsOutput::kNone;
   Pooling pooling = Pooling::kNone;  // requires max_new_tokens 0 and no log-probabilities or logits
-  CacheSalt cache_salt = {};         // requests share cached prefixes only if their salts are equal
+  // Use the long factors of longrope. Sequences longer than ShortRopeLength must; none of them
+  // shares a prefix with one that does not, so their salts must differ.
+  bool long_rope = false;
+  CacheSalt cache_salt = {};  // requests share cached prefixes only if their salts are equal
   std::atomic<bool> cancelled = false;
 };
 

@@ -162,7 +162,8 @@ void Decoder::FillRopes(const BatchView& batch) {
                       .cos = to.cos,
                       .sin = to.sin,
                       .num_tokens = batch.num_tokens,
-                      .block_seq_len = block_seq_len});
+                      .block_seq_len = block_seq_len,
+                      .sets = ropes_[i].num_sets() > 1 ? batch.rope_sets : nullptr});
   };
   for (size_t i = 0; i < ropes_.size(); ++i) {
     if (ropes_[i].enabled()) {

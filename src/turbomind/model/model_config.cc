@@ -186,12 +186,23 @@ void ModelConfig::Validate() const {
   ValidateRopes(*this);
 }
 
-ModelConfig Resolved(ModelConfig model, int session_len) {
+ModelConfig Resolved(ModelConfig model, int session_len, bool by_sequence) {
   model.Validate();
   for (RopeConfig& rope : model.ropes) {
-    rope = ResolveRope(std::move(rope), session_len);
+    rope = ResolveRope(std::move(rope), session_len, by_sequence && !model.k_bias);
   }
   return model;
+}
+
+int ShortRopeLength(const ModelConfig& model, int session_len) {
+  int length = 0;
+  for (const RopeConfig& rope : Resolved(model, session_len).ropes) {
+    if (!rope.long_factors.empty()) {
+      length =
+          length == 0 ? rope.original_max_position : std::min(length, rope.original_max_position);
+    }
+  }
+  return length;
 }
 
 }  // namespace turbomind

@@ -84,8 +84,12 @@ struct ModelConfig {
   bool ChangesBranches() const { return norm.outputs || residual_scale != 1.f; }
 };
 
-// Returns a valid model with its RoPE resolved for this session_len (ResolveRope). Throws
-// InvalidArgument.
-ModelConfig Resolved(ModelConfig model, int session_len);
+// Returns a valid model with its RoPE resolved for this session_len (ResolveRope). A model with a
+// bias of K has one set of frequencies, even with `by_sequence`. Throws InvalidArgument.
+ModelConfig Resolved(ModelConfig model, int session_len, bool by_sequence = true);
+
+// Returns the greatest length of a sequence that uses set 0 of the frequencies (RopeTable), given a
+// model and the engine's session_len. 0: all sequences use that set. Throws InvalidArgument.
+int ShortRopeLength(const ModelConfig& model, int session_len);
 
 }  // namespace turbomind

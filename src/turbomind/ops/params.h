@@ -34,6 +34,7 @@ struct BatchView {
   const PendingQuantization* blocks_to_quantize =
       nullptr;  // [num_to_quantize] blocks to quantize after this step's write
   int num_to_quantize = 0;
+  const int32_t* rope_sets = nullptr;  // [num_tokens] as in RopeTable; null: all 0
 };
 
 // The part of a step that the layers of a group share.
@@ -254,12 +255,13 @@ struct EmbedParams {
 // angles are those of position block_seq_len / 2 of each token's block.
 struct FillRopeParams {
   const RopeTable* table = nullptr;    // on the host
-  const float* inv_freq = nullptr;     // [dim / 2] table->inv_freq(), on the device
+  const float* inv_freq = nullptr;     // [num_sets, dim / 2] table->inv_freq(), on the device
   const int32_t* positions = nullptr;  // [num_tokens]
   float* cos = nullptr;                // [num_tokens, dim / 2]
   float* sin = nullptr;                // same
   int num_tokens = 0;
   int block_seq_len = 0;
+  const int32_t* sets = nullptr;  // [num_tokens]; null: all 0
 };
 
 // Computes out = x / sqrt(mean(x^2) + eps) * weight + bias (RMSNorm). If `centered` is set, the

@@ -69,6 +69,9 @@ void Require(bool ok, const char* field, double got, const char* want) {
 
 void ValidateLongRope(const RopeConfig& c) {
   for (const auto* factors : {&c.freq_factors, &c.long_factors}) {
+    if (factors == &c.long_factors && factors->empty()) {
+      continue;
+    }
     Require(factors->size() == static_cast<size_t>(c.dim / 2), "factors size",
             static_cast<double>(factors->size()), "dim / 2 for longrope");
     for (const float factor : *factors) {
@@ -127,9 +130,15 @@ void Validate(const RopeConfig& c) {
 
 }  // namespace
 
-RopeConfig ResolveRope(RopeConfig config, int session_len) {
-  if (config.kind == RopeKind::kLongRope && session_len > config.original_max_position) {
-    config.freq_factors = config.long_factors;
+RopeConfig ResolveRope(RopeConfig config, int session_len, bool by_sequence) {
+  if (config.kind == RopeKind::kLongRope) {
+    const bool may_be_long = session_len > config.original_max_position;
+    if (may_be_long && !by_sequence && !config.long_factors.empty()) {
+      config.freq_factors = config.long_factors;
+    }
+    if (!may_be_long || !by_sequence) {
+      config.long_factors.clear();
+    }
   }
   if (config.kind != RopeKind::kDynamic) {
     return config;
@@ -178,17 +187,22 @@ RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
     case RopeKind::kDynamic:
       break;
   }
+  for (size_t i = 0; i < config.long_factors.size(); ++i) {
+    inv_freq_.push_back(inv_freq_[i] / config.long_factors[i]);
+  }
   for (size_t i = 0; i < config.freq_factors.size(); ++i) {
     inv_freq_[i] /= config.freq_factors[i];
   }
 }
 
-void RopeTable::Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const {
-  const int half = static_cast<int>(inv_freq_.size());
+void RopeTable::Fill(const int32_t* positions, const int32_t* sets, int num_tokens, float* cos,
+                     float* sin) const {
+  const int half = enabled() ? dim() / 2 : 0;
   for (int t = 0; t < num_tokens; ++t) {
     const float position = static_cast<float>(positions[t]);
+    const float* inv_freq = inv_freq_.data() + int64_t{half} * (sets == nullptr ? 0 : sets[t]);
     for (int i = 0; i < half; ++i) {
-      const float angle = inv_freq_[static_cast<size_t>(i)] * position;
+      const float angle = inv_freq[i] * position;
       *cos++ = std::cos(angle) * attention_factor_;
       *sin++ = std::sin(angle) * attention_factor_;
     }

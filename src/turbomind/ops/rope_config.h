@@ -23,7 +23,8 @@ struct RopeConfig {
   // Divisors of the dim / 2 frequencies: GGUF's rope_freqs (llama3) as stored, or the short factors
   // of longrope. May be empty for other kinds.
   std::vector<float> freq_factors;
-  // longrope: the divisors for sequences that may exceed original_max_position.
+  // longrope: the divisors for sequences that may exceed original_max_position. Empty: there are no
+  // such sequences.
   std::vector<float> long_factors;
 };
 

@@ -77,7 +77,7 @@ void CheckNear(const std::vector<float>& got, const std::vector<float>& want, fl
 }
 
 TEST_CASE_FIXTURE(Fixture, "RoPE tables match the CPU") {
-  std::vector<RopeConfig> configs(6);
+  std::vector<RopeConfig> configs(7);
   for (RopeConfig& config : configs) {
     config.dim = 64;
     config.factor = 4.f;
@@ -90,6 +90,10 @@ TEST_CASE_FIXTURE(Fixture, "RoPE tables match the CPU") {
   configs[5].kind = RopeKind::kDynamic;
   configs[5].dim = 6;  // rows of three
   configs[5].theta = 1e6f;
+  configs[6].kind = RopeKind::kLongRope;
+  configs[6].attention_factor = 1.2f;
+  configs[6].freq_factors.assign(32, 1.5f);
+  configs[6].long_factors.assign(32, 7.f);
   const std::vector<int32_t> positions = {0, 1, 4095, 4096, 4097, 50000, 131071, 1 << 20, 7};
   const auto tokens = static_cast<int>(positions.size());
   const auto gpu_positions = Put(positions);
@@ -113,6 +117,15 @@ TEST_CASE_FIXTURE(Fixture, "RoPE tables match the CPU") {
     cpu->FillRope({&table, table.inv_freq().data(), positions.data(), cos.data(), sin.data(),
                    tokens, kBlockTokens});
     CheckNear(gpu_cos.Read(), cos, 0.f, kAngleError * table.attention_factor());
+    if (table.num_sets() > 1) {
+      const std::vector<int32_t> sets = {0, 1, 0, 1, 1, 0, 1, 0, 1};
+      CudaFillRope(ctx, {&table, inv_freq.data(), gpu_positions.data(), gpu_cos.data(),
+                         gpu_sin.data(), tokens, 0, Put(sets).data()});
+      cpu->FillRope({&table, table.inv_freq().data(), positions.data(), cos.data(), sin.data(),
+                     tokens, 0, sets.data()});
+      CheckNear(gpu_cos.Read(), cos, 0.f, kAngleError * table.attention_factor());
+      CheckNear(gpu_sin.Read(), sin, 0.f, kAngleError * table.attention_factor());
+    }
   }
 }
 

@@ -43,6 +43,8 @@ struct Prompt {
   std::vector<int32_t> context_lens = {positions.back() + 1};
   std::vector<int32_t> table = std::vector<int32_t>(static_cast<size_t>(positions.back() / 64 + 1));
 
+  std::vector<int32_t> rope_sets = std::vector<int32_t>(tokens.size(), 1);
+
   template <class F>
   void Run(Device& device, F ops) const {
     const StepGroup group = {.batch = {.num_seqs = 1,
@@ -52,7 +54,8 @@ struct Prompt {
                                        .context_lens = context_lens.data(),
                                        .positions = positions.data(),
                                        .block_tables = table.data(),
-                                       .block_table_stride = static_cast<int64_t>(table.size())},
+                                       .block_table_stride = static_cast<int64_t>(table.size()),
+                                       .rope_sets = rope_sets.data()},
                              .kv_heads = 1};
     device.RunStep({.tokens = tokens.data(), .groups = &group, .num_groups = 1, .q_heads = 1}, ops);
   }
@@ -106,25 +109,29 @@ TEST_CASE("RoPE tables match the CPU for every kind of scaling") {
   Devices devices;
   const Prompt prompt = {{0, 0, 0}, {5000, 5001, 5002}};
   for (const RopeKind kind : {RopeKind::kDefault, RopeKind::kLinear, RopeKind::kDynamic,
-                              RopeKind::kLlama3, RopeKind::kYarn}) {
+                              RopeKind::kLlama3, RopeKind::kYarn, RopeKind::kLongRope}) {
     CAPTURE(static_cast<int>(kind));
+    const std::vector<float> factors(kind == RopeKind::kLongRope ? 32 : 0, 3.f);
     const RopeTable table({.kind = kind,
                            .dim = 64,
                            .factor = 2.f,
                            .original_max_position = 4096,
-                           .freq_factors = {},
-                           .long_factors = {}});
+                           .attention_factor = kind == RopeKind::kLongRope ? 1.2f : 0.f,
+                           .freq_factors = std::vector<float>(factors.size(), 1.5f),
+                           .long_factors = factors});
     const Both<float> inv_freq(devices, table.inv_freq());
     const Both<float> cos(devices, Unwritten(3 * 32));
     const Both<float> sin(devices, Unwritten(3 * 32));
     for (const int side : {kCpu, kGpu}) {
       prompt.Run(*devices.of[side], [&] {
-        devices.of[side]->FillRope({.table = &table,
-                                    .inv_freq = inv_freq[side],
-                                    .positions = prompt.positions.data(),
-                                    .cos = cos[side],
-                                    .sin = sin[side],
-                                    .num_tokens = 3});
+        devices.of[side]->FillRope(
+            {.table = &table,
+             .inv_freq = inv_freq[side],
+             .positions = prompt.positions.data(),
+             .cos = cos[side],
+             .sin = sin[side],
+             .num_tokens = 3,
+             .sets = table.num_sets() > 1 ? prompt.rope_sets.data() : nullptr});
       });
     }
     CHECK(RelativeError(cos) < kFloatError);

@@ -53,7 +53,7 @@ struct Angles {
                   std::vector<float>* sin) {
     cos->resize(cos->size() + kDim / 2);
     sin->resize(sin->size() + kDim / 2);
-    rope.Fill(&position, 1, cos->data() + cos->size() - kDim / 2,
+    rope.Fill(&position, nullptr, 1, cos->data() + cos->size() - kDim / 2,
               sin->data() + sin->size() - kDim / 2);
   }
   std::vector<float> cos, sin, block_cos, block_sin;

@@ -25,7 +25,7 @@ std::vector<double> Turned(const RopeTable& rope, const std::vector<float>& x, i
   const auto half = static_cast<size_t>(rope.dim() / 2);
   std::vector<float> cos(half);
   std::vector<float> sin(half);
-  rope.Fill(&position, 1, cos.data(), sin.data());
+  rope.Fill(&position, nullptr, 1, cos.data(), sin.data());
   std::vector<double> y(x.begin(), x.end());
   for (size_t i = 0; i < half; ++i) {
     const double a = x[i];

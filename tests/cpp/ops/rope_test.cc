@@ -26,7 +26,7 @@ void CheckPosition(const RopeConfig& config, int32_t position, const std::vector
   const RopeTable table(config);
   const auto half = static_cast<size_t>(config.dim / 2);
   std::vector<float> cos(half), sin(half);
-  table.Fill(&position, 1, cos.data(), sin.data());
+  table.Fill(&position, nullptr, 1, cos.data(), sin.data());
   const double tolerance = position <= 5 ? kSmallAngleTolerance : kTolerance;
   for (const Expected& e : want) {
     CAPTURE(e.index);
@@ -105,7 +105,7 @@ TEST_CASE("dynamic RoPE uses the base of the longest sequence at all positions")
   const RopeTable table(stretched);
   const int32_t positions[] = {1, 2047, 2048, 2499};
   std::vector<float> cos(4 * 32), sin(4 * 32);
-  table.Fill(positions, 4, cos.data(), sin.data());
+  table.Fill(positions, nullptr, 4, cos.data(), sin.data());
   for (size_t t = 0; t < 4; ++t) {
     for (size_t i = 0; i < 32; ++i) {
       CHECK(cos[t * 32 + i] == std::cos(static_cast<float>(positions[t]) * table.inv_freq()[i]));
@@ -224,7 +224,31 @@ TEST_CASE("longrope divides by its short factors, and by the long ones for longe
     }
   };
   check(ResolveRope(config, 100), 2);
-  check(ResolveRope(config, 101), 8);
+  check(ResolveRope(config, 101, false), 8);
+  CHECK(RopeTable(ResolveRope(config, 101, false)).num_sets() == 1);
   config.long_factors.pop_back();
   CHECK_THROWS_AS(RopeTable{config}, InvalidArgument);
+}
+
+TEST_CASE("longrope gives each token the frequencies of its set") {
+  RopeConfig config = Config(RopeKind::kLongRope, 10000.f);
+  config.original_max_position = 100;
+  config.attention_factor = 1.5f;
+  config.freq_factors.assign(32, 2.f);
+  config.long_factors.assign(32, 8.f);
+  const RopeTable both(ResolveRope(config, 101));
+  CHECK(both.num_sets() == 2);
+  const std::vector<int32_t> positions = {7, 7, 90, 90};
+  const std::vector<int32_t> sets = {0, 1, 1, 0};
+  std::vector<float> cos(4 * 32);
+  std::vector<float> sin = cos;
+  both.Fill(positions.data(), sets.data(), 4, cos.data(), sin.data());
+  for (size_t t = 0; t < 4; ++t) {
+    const RopeTable one(ResolveRope(config, sets[t] == 1 ? 101 : 100, false));
+    std::vector<float> want_cos(32);
+    std::vector<float> want_sin(32);
+    one.Fill(&positions[t], nullptr, 1, want_cos.data(), want_sin.data());
+    CHECK(std::equal(want_cos.begin(), want_cos.end(), cos.data() + t * 32));
+    CHECK(std::equal(want_sin.begin(), want_sin.end(), sin.data() + t * 32));
+  }
 }

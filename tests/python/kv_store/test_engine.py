@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_families import FAMILY_MODELS
 from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
@@ -42,9 +43,11 @@ def config(**options: Any) -> TurbomindEngineConfig:
     )
 
 
-def answer(pipe: Pipeline, ids: list[int]) -> Response:
+def answer(pipe: Pipeline, ids: list[int], max_new_tokens: int = 6) -> Response:
     """Return a greedy answer with the logits of its tokens."""
-    options = GenerationConfig(max_new_tokens=6, ignore_eos=True, output_logits="generation")
+    options = GenerationConfig(
+        max_new_tokens=max_new_tokens, ignore_eos=True, output_logits="generation"
+    )
 
     async def run() -> Response:
         return join_pieces([chunk async for chunk in pipe.engine.generate(ids, options)])
@@ -79,6 +82,36 @@ def test_an_imported_prefix_is_a_hit_with_bit_equal_logits(folder: str, name: st
         assert_equal(got, wanted)
         assert pipe.import_prefix(blocks) == len(blocks.tokens)  # everything is known
         pipe.engine.loaded.cpp_engine.check_integrity()
+
+
+def test_longrope_shares_prefixes_only_among_sequences_of_one_choice(tmp_path: Path) -> None:
+    tiny = next(tiny for tiny in FAMILY_MODELS if tiny.name == "phi3-longrope-partial")
+    folder, options = str(save_model(make_model(tiny), tmp_path)), config(quant_policy=0)
+    ids = prompt()[:260]  # with an answer of 6 tokens, within the original length of 300
+    longer = prompt()[:320]
+
+    def fresh(ids: list[int], max_new_tokens: int = 6) -> Response:
+        with Pipeline(folder, options) as pipe:
+            return answer(pipe, ids, max_new_tokens)
+
+    wanted = {count: fresh(ids, count) for count in (6, 60)}
+    short, long = (response.logits for response in wanted.values())
+    assert short is not None and long is not None and not np.allclose(short[0], long[0])
+    with Pipeline(folder, replace(options, kv_store=f"file://{tmp_path}/store")) as pipe:
+        for count in (6, 60, 6, 60):
+            pipe.engine.loaded.cpp_engine.check_integrity()
+            assert_equal(answer(pipe, ids, count), wanted[count])
+        assert answer(pipe, ids).cached_tokens == answer(pipe, ids, 60).cached_tokens == 256
+        assert_equal(answer(pipe, longer), fresh(longer))
+        assert answer(pipe, longer).cached_tokens >= 256
+        assert len(pipe.export_prefix(ids).tokens) == 256
+        traffic = pipe.engine.loaded.kv_traffic
+        assert traffic is not None and traffic.drain(20)
+    with Pipeline(folder, replace(options, kv_store=f"file://{tmp_path}/store")) as pipe:
+        for count in (60, 6):
+            got = answer(pipe, ids, count)
+            assert got.cached_tokens == 256
+            assert_equal(got, wanted[count])
 
 
 @pytest.mark.parametrize(

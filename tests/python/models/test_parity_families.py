@@ -71,12 +71,16 @@ def test_every_family_is_compared_with_a_reference() -> None:
         assert compared or family.name in _COVERED_ELSEWHERE, family.name
 
 
-def test_longrope_uses_the_long_factors_for_long_sessions(tmp_path: Path) -> None:
-    # transformers chooses by the length of the text, and the engine by that of the session.
-    tiny = _by_name("phi3-longrope-partial")
-    model = make_model(tiny)
-    folder, ids = save_model(model, tmp_path), prompt(320)
-    assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
+def test_longrope_chooses_its_factors_by_the_length_of_each_sequence(tmp_path: Path) -> None:
+    model = make_model(_by_name("phi3-longrope-partial"))
+    folder = save_model(model, tmp_path)
+    with EngineRun(str(folder), exact=True, session_len=512) as run:
+        for length in (120, 320, 299):  # the original length is 300
+            ids = prompt(length)
+            wanted = reference_logits(model, ids)
+            assert relative_error(run.logits(ids), wanted) <= MAX_RELATIVE_ERROR, length
+        ids = prompt(120)
+        assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
 
 
 # One mistake for each structure: a family and a change of its config.json, or of its tensors.

@@ -44,6 +44,9 @@ class EngineRun:
         self._engine = _turbomind.Engine(
             self.model.config, config, self.model.weights, device, 2 << 30
         )
+        self._short_rope_length = _turbomind.short_rope_length(
+            self.model.config, session_len=session_len
+        )
         self._next_id = 1
 
     def __enter__(self) -> EngineRun:
@@ -75,6 +78,7 @@ class EngineRun:
         self._next_id += 1
         request.prompt = ids
         request.max_new_tokens = num_tokens
+        request.long_rope = 0 < self._short_rope_length < len(ids) + num_tokens
         request.ignore_eos = True
         request.do_sample = False
         request.logits_output = logits_output

@@ -113,7 +113,7 @@ class CpuDevice final : public Device {
   void Embed(const EmbedParams& params) override { CpuEmbed(pool_, params); }
   void FillRope(const FillRopeParams& params) override {
     if (params.block_seq_len == 0) {
-      params.table->Fill(params.positions, params.num_tokens, params.cos, params.sin);
+      params.table->Fill(params.positions, params.sets, params.num_tokens, params.cos, params.sin);
       return;
     }
     constexpr int kChunk = 64;
@@ -125,7 +125,8 @@ class CpuDevice final : public Device {
       for (int i = 0; i < count; ++i) {
         middle[i] = params.positions[first + i] / length * length + length / 2;
       }
-      params.table->Fill(middle, count, params.cos + first * half, params.sin + first * half);
+      const int32_t* sets = params.sets == nullptr ? nullptr : params.sets + first;
+      params.table->Fill(middle, sets, count, params.cos + first * half, params.sin + first * half);
     }
   }
   void Norm(const NormParams& params) override { CpuNorm(dense_, pool_, params); }

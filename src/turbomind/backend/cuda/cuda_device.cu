@@ -189,6 +189,7 @@ class CudaDevice final : public Device {
   void FillRope(const FillRopeParams& params) override {
     FillRopeParams p = params;
     p.positions = arrays_.OnGpu(params.positions);
+    p.sets = params.sets == nullptr ? nullptr : arrays_.OnGpu(params.sets);
     CudaFillRope(context_, p);
   }
   void Norm(const NormParams& params) override { CudaNorm(context_, params); }

@@ -14,8 +14,9 @@
 namespace turbomind::cuda {
 
 struct RopeParams {
-  const float* inv_freq = nullptr;     // [half]
+  const float* inv_freq = nullptr;     // [num_sets, half]
   const int32_t* positions = nullptr;  // [num_tokens]
+  const int32_t* sets = nullptr;       // [num_tokens]; null: all 0
   float* cos = nullptr;                // [num_tokens, half]
   float* sin = nullptr;                // same
   int64_t num_values = 0;              // num_tokens * half
@@ -33,11 +34,13 @@ __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
     return;
   }
   const int i = static_cast<int>(at % p.half);
-  int position = LoadGlobal(p.positions + at / p.half);
+  const int64_t token = at / p.half;
+  int position = LoadGlobal(p.positions + token);
   if (p.block_seq_len > 0) {
     position = position / p.block_seq_len * p.block_seq_len + p.block_seq_len / 2;
   }
-  const float frequency = LoadGlobal(p.inv_freq + i);
+  const int set = p.sets == nullptr ? 0 : LoadGlobal(p.sets + token);
+  const float frequency = LoadGlobal(p.inv_freq + set * p.half + i);
   float sin;
   float cos;
   sincosf(frequency * static_cast<float>(position), &sin, &cos);

@@ -29,6 +29,7 @@ void CudaFillRope(const Context& ctx, const FillRopeParams& params) {
   const int half = table.dim() / 2;
   const RopeParams rope = {.inv_freq = params.inv_freq,
                            .positions = params.positions,
+                           .sets = params.sets,
                            .cos = params.cos,
                            .sin = params.sin,
                            .num_values = int64_t{params.num_tokens} * half,

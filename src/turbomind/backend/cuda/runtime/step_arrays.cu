@@ -41,7 +41,7 @@ void StepArrays::Measure(const StepParams& step) {
   shape_.num_to_quantize.clear();
   shape_.has_window16.clear();
   size_t num_bytes =
-      2 * BytesOf<int32_t>(first.num_tokens) + 2 * BytesOf<int32_t>(int64_t{first.num_seqs} + 1);
+      3 * BytesOf<int32_t>(first.num_tokens) + 2 * BytesOf<int32_t>(int64_t{first.num_seqs} + 1);
   for (int i = 0; i < step.num_groups; ++i) {
     const BatchView& batch = step.groups[i].batch;
     const int64_t stride = TableStride(batch);
@@ -97,6 +97,10 @@ void StepArrays::Upload(const StepParams& step) {
   const BatchView& first = step.groups[0].batch;
   tokens_ = {step.tokens, Place(step.tokens, first.num_tokens)};
   positions_ = {first.positions, Place(first.positions, first.num_tokens)};
+  rope_sets_ = {};
+  if (first.rope_sets != nullptr) {
+    rope_sets_ = {first.rope_sets, Place(first.rope_sets, first.num_tokens)};
+  }
   const int32_t* cu_seqlens = Place(first.cu_seqlens, int64_t{first.num_seqs} + 1);
   const int32_t* context_lens = Place(first.context_lens, first.num_seqs);
   host_.clear();
@@ -131,13 +135,12 @@ const BatchView& StepArrays::OnGpu(const BatchView& host) const {
 }
 
 const int32_t* StepArrays::OnGpu(const int32_t* host) const {
-  for (const Pair& pair : {tokens_, positions_}) {
+  for (const Pair& pair : {tokens_, positions_, rope_sets_}) {
     if (pair.host == host) {
       return static_cast<const int32_t*>(pair.gpu);
     }
   }
-  FailCheck("the tokens or positions must belong to the uploaded step",
-            std::source_location::current());
+  FailCheck("the array must belong to the uploaded step", std::source_location::current());
 }
 
 std::span<const PendingQuantization> StepArrays::OnGpu(const PendingQuantization* host) const {

@@ -41,7 +41,7 @@ class StepArrays {
   // Return the same batch with GPU addresses. Tables may have a larger stride, and the blocks to
   // quantize may be padded with entries without blocks (-1). REQUIRES: a batch of the last Upload.
   const BatchView& OnGpu(const BatchView& host) const;
-  // Return the GPU address of the tokens or positions of the last Upload.
+  // Return the GPU address of the tokens, positions or rope_sets of the last Upload.
   const int32_t* OnGpu(const int32_t* host) const;
   // Return all blocks to quantize of a group, including the padding.
   std::span<const PendingQuantization> OnGpu(const PendingQuantization* host) const;
@@ -65,6 +65,7 @@ class StepArrays {
   std::vector<BatchView> views_;
   Pair tokens_;
   Pair positions_;
+  Pair rope_sets_;  // null if the step has none
 };
 
 }  // namespace turbomind::cuda
