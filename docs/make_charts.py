@@ -63,17 +63,27 @@ LINEARS = (
     ("MXFP4", US, "mxfp4_split"),
 )
 
+# The columns of the prompts on AVX-512: label, and the name in the results.
+PROMPTS = (
+    ("12 bits (default)", "12 bits"),
+    ("16 bits (`--deterministic`)", "16 bits"),
+    ("int8", "int8"),
+    ("OpenVINO GenAI", "OpenVINO GenAI 2026.4.1"),
+    ("llama.cpp", "llama.cpp, llama-cpp-python 0.3.36"),
+)
+
 KEYS = ("ours", "baseline")  # of the results: this engine, the baseline
 Row = dict[str, Any]
 
 
-def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def read(name: str) -> list[Row]:
+    text = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def rows_of(machine: str) -> dict[tuple[str, str], Row]:
     """Return the rows of one machine by workload and model."""
-    return {(row["name"], row["model"]): row for row in read(f"targets_{machine}")["rows"]}
+    return {(row["name"], row["model"]): row for row in read(f"speed_{machine}")}
 
 
 def number(value: float, unit: str) -> str:
@@ -125,10 +135,25 @@ def speed_table(machine: str) -> str:
     return "\n".join(lines)
 
 
+def prompt_table() -> str:
+    """Return the table of prompts on AVX-512: tokens per second, the range of several runs."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for row in read("speed_avx512_12_bits"):
+        if row["work"] == "prompt" and row["unit"] == "tokens/s":
+            low, high = f"{row['low']:,}", f"{row['high']:,}"
+            cell = low if low == high else f"{low}–{high}"
+            found.setdefault((row["model"], row["tokens"]), {})[row["by"]] = cell
+    body = [
+        [MODELS[model.split(",")[0]], f"{tokens:,}", *(cells.get(by, "–") for _, by in PROMPTS)]
+        for (model, tokens), cells in found.items()
+    ]
+    return markdown(["model", "tokens", *(label for label, _ in PROMPTS)], body)
+
+
 def gpu_cells(op: str) -> Iterator[tuple[str, dict[str, str], Row]]:
     """Yield by whom an op was measured on the GPU, the words of the cell, and the row."""
-    for row in read(GPU)["rows"]:
-        words = dict(word.split("=") for word in row["cell"].split())
+    for row in read(GPU):
+        words = dict(word.split("=") for word in row.get("cell", "op=none").split())
         if words.pop("op") == op:
             words.pop("launches", None)
             yield row["by"], words, row
@@ -228,7 +253,9 @@ def prefill_table() -> str:
 def model_table() -> str:
     """Return the table of whole models: tokens per second of prompts and of decoding."""
     found: dict[tuple[str, int, str], dict[tuple[str, int], float]] = {}
-    for row in read(GPU)["models"]:
+    for row in read(GPU):
+        if "model" not in row:
+            continue
         preset = row["quality"].split()[0]
         cache = "16 bit" if row["mode"] == "none" else f"`{row['mode']}`, {preset}"
         place = found.setdefault((row["model"], row["context"], cache), {})
@@ -246,7 +273,10 @@ def model_table() -> str:
 
 # The tables of a page by their names in it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "performance.md": {machine: partial(speed_table, machine) for machine in MACHINES},
+    "performance.md": {
+        **{machine: partial(speed_table, machine) for machine in MACHINES},
+        "prompts": prompt_table,
+    },
     "gpu.md": {
         "decode": decode_table,
         "linear": linear_table,
@@ -323,14 +353,14 @@ def draw_ratios(machine: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("speed relative to llama.cpp (1 = equal)")
     if len(models) > 1:
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(frameon=False, fontsize=8, ncols=len(models), loc="outside upper center")
     axes.margins(x=0.12)
     save(figure, f"speed_{machine}")
 
 
 def draw_scaling() -> None:
     """Draw decoding speed against context and against the number of sequences."""
-    cells = [cell for cell in read("scaling")["cells"] if cell["threads"] == 2]
+    cells = [cell for cell in read("scaling") if cell["threads"] == 2]
     figure, panels = plt.subplots(1, 2, figsize=(9.15, 2.9), layout="constrained")
     styles = {"none": ("16 bit", BASELINE), "nvfp4": ("FP4", OURS)}
     for name, (label, color) in styles.items():
@@ -358,35 +388,57 @@ def draw_scaling() -> None:
     save(figure, "scaling")
 
 
+def accuracy_of(preset: str, context: int) -> dict[str, Row]:
+    """Return the rows of the first text by format. `raw` has neither offsets nor a window."""
+    found = {}
+    for row in read("k_offsets_and_windows_smollm2"):
+        window = "16bit" if row["format"] in ("int8", "fp8") else "int8"
+        setup = (None, None) if preset == "raw" else ("block", window)
+        here = (row["text"], row["context"], row["quality"], row.get("k_offset"), row.get("window"))
+        if here == ("austen_eval.txt", context, preset, *setup):
+            found[row["format"]] = row
+    return found
+
+
 def draw_accuracy() -> None:
-    """Draw the KL divergence of every format and preset against its bits per value."""
-    markers = {"raw": ("o", "raw"), "balanced": ("s", "balanced"), "best": ("*", "best")}
-    colors = {
-        "int8": "#2563a8",
-        "fp8": "#d97a1e",
-        "nvfp4": "#2f8f4e",
-        "int4": "#c23b3b",
-        "mxfp4": "#7b57b2",
+    """Draw the KL divergence of every format: a row for each, and a mark for each preset."""
+    formats = ("int8", "fp8", "nvfp4", "int4", "mxfp4")
+    older = {row["format"]: row["texts"]["austen_eval"] for row in read("kv_report_smollm2")}
+    marks = {
+        "raw": ("o", BASELINE, BASELINE, accuracy_of("raw", 2048)),
+        "balanced": ("s", OURS, OURS, accuracy_of("balanced", 2048)),
+        "best, before K offsets": (
+            "D",
+            "white",
+            OURS,
+            {n: older[f"{n}/best"]["2048"] for n in formats},
+        ),
     }
-    figure, axes = plt.subplots(figsize=(9.15, 3.2), layout="constrained")
-    for name, cell in read("kv_report_smollm2")["cells"].items():
-        format_name, _, preset = name.partition("/")
-        if format_name == "none":
-            continue
-        divergence = cell["texts"]["austen_eval"]["2048"]["kl_mean"]
-        bits = cell["bits_per_value"]["8192"]
-        axes.plot(
-            bits, divergence, markers[preset or "raw"][0], color=colors[format_name], markersize=8
+    figure, axes = plt.subplots(figsize=(9.15, 3), layout="constrained")
+    for shift, (label, (marker, face, edge, rows)) in zip(
+        (0, -0.17, 0.17), marks.items(), strict=True
+    ):
+        axes.scatter(
+            [rows[name]["kl_mean"] for name in formats],
+            [i + shift for i in range(len(formats))],
+            s=46,
+            marker=marker,
+            c=face,
+            edgecolors=edge,
+            label=label,
+            zorder=2,
         )
-    for marker, label in markers.values():
-        axes.plot([], [], marker, color="black", label=f"preset {label}", linestyle="none")
-    for format_name, color in colors.items():
-        axes.plot([], [], "o", color=color, label=format_name, linestyle="none")
-    axes.set_yscale("log")
-    axes.set_xlabel("bits per value in a sequence of 8,192 tokens, everything included")
-    axes.set_ylabel("KL divergence, nats per token")
+    raw, balanced = accuracy_of("raw", 8192), accuracy_of("balanced", 8192)
+    bits = [(raw[name]["bits_per_value"], balanced[name]["bits_per_value"]) for name in formats]
+    labels = [
+        f"{name}, {a:.2f} to {b:.2f} bits" for name, (a, b) in zip(formats, bits, strict=True)
+    ]
+    axes.set_yticks(range(len(formats)), labels)
+    axes.set_ylim(len(formats) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.set_xlabel("KL divergence from a 16-bit cache, nats per token (context 2,048)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside upper center")
     save(figure, "accuracy")
 
 
