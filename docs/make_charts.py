@@ -1,4 +1,4 @@
-"""Draw the charts of the documentation and fill the tables of performance.md and gpu.md.
+"""Draw the charts of the documentation and fill the tables of its pages.
 
 Everything comes from benchmarks/results. Run it after new results: python docs/make_charts.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ XQA, FLASHINFER = "XQA, flashinfer-python 0.7.2.post1", "flashinfer-python 0.7.2
 CUBLAS = "cuBLAS, torch 2.11+cu130"
 ATTENTION = ("cuDNN, torch 2.11+cu130", "FlashAttention 2, torch 2.11+cu130")
 # The columns of the tables: label, by whom, and the format.
-DECODERS = (
-    *((f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")),
+DECODERS = tuple(
+    (f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")
+)
+OTHER_DECODERS = (
+    ("ours, `nvfp4`", US, "nvfp4"),
     ("XQA 16 bit", XQA, "none"),
     ("XQA FP8", XQA, "fp8"),
     ("FlashInfer 16 bit", FLASHINFER, "none"),
@@ -200,16 +203,20 @@ def timed(row: Row | None, by: str, *, rate: float) -> str:
     return micros(row["us"]) + share
 
 
-def decode_table() -> str:
-    """Return the table of decode attention: microseconds, and the share of copy bandwidth."""
+def shape_text(shape: tuple[int, ...]) -> str:
+    batch, context, heads, group, head_dim = shape
+    return f"{batch} × {context:,}, {heads} × {group} heads of {head_dim}"
+
+
+def decode_table(columns: Sequence[tuple[str, str, str]]) -> str:
+    """Return a table of decode attention: microseconds, and this engine's share of bandwidth."""
     rate, body = copy_rate(), []
     for shape, rows in decode_rows().items():
-        batch, context, heads, group, head_dim = shape
-        cells = [f"{batch} × {context:,}", f"{heads} × {group}", str(head_dim)]
-        cells += [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in DECODERS]
-        body.append(cells)
-    head = ["sequences × tokens", "KV heads × group", "head_dim", *(name for name, *_ in DECODERS)]
-    return markdown(head, body)
+        if any(by != US for _, by, _ in columns) and all(by == US for by, _ in rows):
+            continue
+        cells = [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in columns]
+        body.append([shape_text(shape), *cells])
+    return markdown(["sequences × tokens", *(name for name, *_ in columns)], body)
 
 
 def linear_table() -> str:
@@ -262,13 +269,42 @@ def model_table() -> str:
         place[row["work"], row["batch"]] = row["ours"]
     columns = [(work, batch) for work in ("prefill", "decode") for batch in (1, 32, 128)]
     body = [
-        [model, f"{context:,}", cache]
+        [f"{model}, at {context:,}", cache]
         + [f"{speeds[column]:,.0f}" if column in speeds else "–" for column in columns]
         for (model, context, cache), speeds in found.items()
     ]
     names = {"prefill": "prompt", "decode": "decode"}
-    head = ["model", "context", "cache", *(f"{names[work]}, {batch}" for work, batch in columns)]
+    head = ["model", "cache", *(f"{names[work]} {batch}" for work, batch in columns)]
     return markdown(head, body)
+
+
+def thousandths(value: float) -> str:
+    """Return a divergence in thousandths of a nat."""
+    value *= 1000
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.0995 else 3
+    return f"{value:.{digits}f}"
+
+
+def offset_table(texts: Mapping[str, tuple[int, ...]], *, with_bits: bool) -> str:
+    """Return a table of divergences with and without K offsets, for contexts of some texts."""
+    found: dict[tuple[str, ...], dict[tuple[str, int], Row]] = {}
+    for row in read("k_offsets_and_windows_smollm2"):
+        setup = (row["format"], row["quality"], row.get("k_offset", "none"), row.get("window", "–"))
+        found.setdefault(setup, {})[row["text"], row["context"]] = row
+    order = ("int8", "fp8", "nvfp4", "int4", "mxfp4")
+    setups = [setup for setup in found if setup[0] in order]
+    setups.sort(key=lambda s: (s[1] != "raw", order.index(s[0]), s[2] != "none", s[3] != "16bit"))
+    columns = [(text, context) for text, contexts in texts.items() for context in contexts]
+    body = []
+    for setup in setups:
+        rows = found[setup]
+        bits = [f"{rows['austen_eval.txt', n]['bits_per_value']:.2f}" for n in (2048, 8192)]
+        cells = [thousandths(rows[at]["kl_mean"]) if at in rows else "" for at in columns]
+        place = [f"`{setup[0]}/{setup[1]}`", *setup[2:]]
+        body.append([*place, *(bits if with_bits else []), *cells])
+    heads = [f"{text.split('_')[0].split('.')[0]}, {context:,}" for text, context in columns]
+    bits_heads = ["bits, 2,048", "8,192"] if with_bits else []
+    return markdown(["format", "offset", "window", *bits_heads, *heads], body, left=3)
 
 
 # The tables of a page by their names in it.
@@ -277,8 +313,17 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         **{machine: partial(speed_table, machine) for machine in MACHINES},
         "prompts": prompt_table,
     },
+    "accuracy.md": {
+        "offsets": partial(offset_table, {"austen_eval.txt": (512, 2048, 8192)}, with_bits=True),
+        "texts": partial(
+            offset_table,
+            {"GPL-3": (512, 2048, 7639), "zh.txt": (512, 2048), "argparse.py": (512, 2048)},
+            with_bits=False,
+        ),
+    },
     "gpu.md": {
-        "decode": decode_table,
+        "decode": partial(decode_table, DECODERS),
+        "others": partial(decode_table, OTHER_DECODERS),
         "linear": linear_table,
         "prefill": prefill_table,
         "models": model_table,
@@ -464,11 +509,7 @@ def draw_gpu() -> None:
     for name, _, _, color in series:
         axes.barh(0, 0, color=color, label=name)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    labels = [
-        f"{batch} × {context:,}, {heads} × {group} heads of {head_dim}"
-        for batch, context, heads, group, head_dim in shapes
-    ]
-    axes.set_yticks(range(len(shapes)), labels)
+    axes.set_yticks(range(len(shapes)), [shape_text(shape) for shape in shapes])
     axes.invert_yaxis()
     axes.set_xlim(0, 4)
     axes.set_xlabel("speed relative to lmdeploy-fp4 with a 16-bit cache (1 = equal)")
