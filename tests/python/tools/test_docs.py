@@ -16,7 +16,7 @@ from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.serve.routes import ROUTERS
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = ("", "benchmarks/", "docs/**/", "tests/")
+FOLDERS = ("", "benchmarks/", "components/**/", "docs/**/", "tests/")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md"))
 NAMES = ("reference/flags.md", "reference/fields.md", "reference/limits.md", "models.md")
 # SmolLM2-135M. The README states its gain over a 16-bit cache.
