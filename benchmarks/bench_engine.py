@@ -1,20 +1,18 @@
 """Prefill and decode speed per KV format, compared with llama.cpp on the same GGUF file.
 
-    python benchmarks/bench_engine.py --suite targets --json targets.json
-    python benchmarks/bench_engine.py --contexts 128,2048 --batches 1,8 --json results.json
+    python benchmarks/bench_engine.py --suite --json speed.jsonl
+    python benchmarks/bench_engine.py --contexts 128,2048 --batches 1,8 --json cells.jsonl
     python benchmarks/bench_engine.py --modes nvfp4 --profile      # a table of time per op
     python benchmarks/bench_engine.py --model FOLDER --device cuda --batches 1,32,128
-    python benchmarks/bench_engine.py --modes nvfp4 --long-prompt 32768
 
-The suite measures the table of targets (targets.py) in alternating pairs of runs. The baseline
-(llama.cpp, or that of --baseline) runs with the fastest of three settings for each workload. The
-file is written after every row and belongs to one baseline. A second run with the same file
-measures missing rows and rows of other commits.
+The suite measures its workloads (suite.py) in alternating pairs of runs. The baseline (llama.cpp,
+or that of --baseline) runs with the fastest of its settings for each workload. The file has JSON
+Lines and is written after every row. A second run with the same file measures missing rows and
+rows of other commits.
 
 Without --suite, the benchmark times our engine on cells of any size, on the CPU or a GPU. A figure
 is the median of the repetitions. The engine samples each token by argmax over the vocabulary.
 make_random_checkpoint.py writes models of any size.
---long-prompt measures what a long prompt costs other requests.
 """
 
 from __future__ import annotations
@@ -30,18 +28,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from our_engine import Cell, OurEngine
-from results import ResultsFile, Row, describe_machine, write_json
+from results import ResultsFile, describe_machine
 from server_process import peak_bytes
 
 from lmdeploy.config.kv_format_options import reported_formats
 
 if TYPE_CHECKING:
     from baselines.baseline import Baseline
-    from targets import Target
+    from suite import Workload
 
     from lmdeploy import _turbomind
 
 MODES = reported_formats()
+CELL_KEY = ("model", "work", "mode", "quality", "batch", "context")
 
 
 def load(options: argparse.Namespace) -> tuple[Any, _turbomind.Device]:
@@ -88,10 +87,17 @@ def make_llama_cpp(path: str, *, threads: int) -> Baseline:
     return LlamaCpp(path, threads=threads)
 
 
+def machine_of(options: argparse.Namespace, device: _turbomind.Device) -> str:
+    """Return the facts about the machine that its rows get."""
+    if options.device == "cuda":
+        return f"{device.name}, {device.capability.generation}"
+    return describe_machine(options.num_threads, gemm_input_dtype=options.gemm_input_dtype)
+
+
 def run(options: argparse.Namespace) -> None:
     """Time our engine on every context and batch."""
     loaded, device = load(options)
-    rows: list[Row] = []
+    file = ResultsFile(options.json, machine=machine_of(options, device), key=CELL_KEY)
     cells = [Cell(c, b, options.steps) for c in options.contexts for b in options.batches]
     for cell, mode in itertools.product(cells, options.modes.split(",")):
         with OurEngine(
@@ -101,48 +107,32 @@ def run(options: argparse.Namespace) -> None:
             timings = [[time(cell) for time in works.values()] for _ in range(options.repeats or 3)]
             for work, speeds in zip(works, zip(*timings, strict=True), strict=True):
                 speed = round(statistics.median(speeds), 1)
-                row = {"work": work, "mode": mode, "quality": engine.quality}
-                rows.append({**row, "batch": cell.batch, "context": cell.context, "ours": speed})
+                row = {"model": Path(loaded.path).stem, "work": work, "mode": mode}
+                row |= {"quality": engine.quality, "batch": cell.batch, "context": cell.context}
+                file.add({**row, "ours": speed})
                 cache = f"{mode}, {engine.quality.split(' (')[0]}"
                 shape = f"batch {cell.batch:>3} context {cell.context:>5}"
                 print(f"{work:<8} {cache:<18} {shape} {speed:>10.1f}", flush=True)
             if options.profile:
                 print(engine.profile_table(), flush=True)
-        if options.json:
-            write_json(options.json, rows)
-
-
-def run_long_prompt(options: argparse.Namespace) -> None:
-    """Time short requests and running answers while a long prompt is read."""
-    from long_prompt import ANSWERS, measure_long_prompt
-
-    loaded, device = load(options)
-    cell = Cell(options.long_prompt, 2 * ANSWERS, options.steps)
-    for mode in options.modes.split(","):
-        with OurEngine(loaded, device, cell=cell, mode=mode, quality=options.quality) as engine:
-            print(engine.format, *measure_long_prompt(engine, options.long_prompt), sep="\n")
 
 
 def run_suite(options: argparse.Namespace) -> None:
-    """Measure the table of targets for one model."""
-    from targets import Cpu, TargetSuite
+    """Measure the suite for one model."""
+    from suite import ROW_KEY, Cpu, Suite
 
-    targets = targets_of(options)
-    file = ResultsFile(options.json)
-    loaded, _ = load(options)
+    workloads = workloads_of(options)
+    loaded, device = load(options)
+    file = ResultsFile(options.json, machine=machine_of(options, device), key=ROW_KEY)
     baseline = make_baseline(options, loaded)
-    machine = describe_machine(options.num_threads)
-    machine["gemm_input_dtype"] = options.gemm_input_dtype
-    file.measured_on({**machine, **(baseline.about() if baseline else {})})
-    suite = TargetSuite(
+    suite = Suite(
         loaded,
         baseline,
         file=file,
         cpu=Cpu(options.num_threads, options.gemm_input_dtype == "int8"),
         repeats=options.repeats or 5,
-        attention_bench=options.attention_bench,
     )
-    suite.run(targets)
+    suite.run(workloads)
     if baseline:
         baseline.close()
 
@@ -181,15 +171,15 @@ def numbers(text: str) -> list[int]:
     return [int(value) for value in values]
 
 
-def targets_of(options: argparse.Namespace) -> list[Target]:
-    """Return the targets of --only, or all."""
-    from targets import BY_NAME, TARGETS
+def workloads_of(options: argparse.Namespace) -> list[Workload]:
+    """Return the workloads of --only, or all."""
+    from suite import BY_NAME, WORKLOADS
 
     chosen = [name for name in (options.only or "").split(",") if name]
     for name in chosen:
         if name not in BY_NAME:
             raise ValueError(f"--only {name!r} is unknown; choose from {', '.join(BY_NAME)}.")
-    return [target for target in TARGETS if not chosen or target.name in chosen]
+    return [workload for workload in WORKLOADS if not chosen or workload.name in chosen]
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -198,7 +188,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", default="smollm2", help="GGUF file or smollm2")
-    add("--json", type=Path, help="write the rows to this file")
+    add("--json", type=Path, help="add the rows to this file of JSON Lines")
     add("--modes", default=",".join(MODES), help="KV formats (default: %(default)s)")
     add("--quality", choices=("raw", "balanced"), help="of cells (default: that of the format)")
     add("--contexts", type=numbers, default=[128, 2048], help="default: 128,2048")
@@ -209,20 +199,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
     add("--gemm-input-dtype", choices=("int8",), help="round activations to 8 bits")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
-    add(
-        "--long-prompt",
-        type=int,
-        help="measure what a prompt of so many tokens costs",
-    )
     add("--peak", help=argparse.SUPPRESS)
-    group = parser.add_argument_group("--suite targets")
+    group = parser.add_argument_group("suite")
     add = group.add_argument
-    add("--suite", choices=("targets",), help="measure the table of targets")
-    add("--only", help="names of targets, with commas")
+    add("--suite", action="store_true", help="measure the workloads of suite.py")
+    add("--only", help="names of workloads, with commas")
     names = ("llama.cpp", "ik_llama.cpp", "openvino")
     add("--baseline", choices=names, default=names[0], help="default: %(default)s")
     add("--ik-llama-bench", type=Path, help="the llama-bench program of ik_llama.cpp")
-    add("--attention-bench", type=Path, help="binary attention_alone_bench")
     options = parser.parse_args(arguments)
     if options.suite and (options.profile or options.device != "cpu"):
         parser.error("--profile and --device work with cells, not with --suite.")
@@ -230,13 +214,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the JSON file."""
+    """Measure, print and write the file."""
     options = parse_arguments(arguments)
     try:
         if options.suite:
             run_suite(options)
-        elif options.long_prompt:
-            run_long_prompt(options)
         elif options.peak:
             run_peak(options)
         else:

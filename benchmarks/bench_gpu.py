@@ -1,4 +1,4 @@
-"""Measure the speed of ops on a GPU, print JSON lines and merge them into one file.
+"""Measure the speed of ops on a GPU, print rows and merge them into one file of JSON Lines.
 
     python benchmarks/bench_gpu.py device --bench build/cuda/device_bench --json FILE
     python benchmarks/bench_gpu.py baselines --json FILE
@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
-from results import Row, commit_here, write_json
+from results import ResultsFile, Row, read_rows
 
 NO_GPU = 3
 OURS = "lmdeploy-fp4"
+ROW_KEY = ("by", "cell")
 START_TIMEOUT_S = 60.0
 FEW_MODES = ("none", "fp8", "nvfp4", "mxfp4")  # the formats that are measured first
 FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4_split")
@@ -129,31 +129,10 @@ def answers(command: Sequence[str], cells: Sequence[str]) -> Generator[Row, None
             yield {"cell": pending.pop(0), "error": f"exit status {process.returncode}"}
 
 
-class GpuFile:
-    """The rows of one GPU by cell. The file is written after every row."""
-
-    def __init__(self, path: Path, about: Row) -> None:
-        self.path = path
-        self.commit = commit_here()
-        self.document: Row = {"about": about, "rows": []}
-        if self.path.exists():
-            self.document = json.loads(self.path.read_text(encoding="utf-8"))
-            known = self.document["about"]["device"]
-            if known != about["device"]:
-                raise ValueError(f"{self.path} has rows of {known}; give --json another file.")
-
-    def add(self, row: Row) -> None:
-        """Print a row and replace the row of the same cell in the file.
-
-        This engine's rows get the commit, and all rows the date.
-        """
-        commit = {"commit": self.commit} if row["by"] == OURS else {}
-        row = {**row, **commit, "date": datetime.now(timezone.utc).date().isoformat()}
-        print(json.dumps(row), flush=True)
-        key = (row["by"], row["cell"])
-        rows = [old for old in self.document["rows"] if (old["by"], old["cell"]) != key]
-        self.document["rows"] = [*rows, row]
-        write_json(self.path, self.document)
+def machine_of(about: Row) -> str:
+    """Return the facts about the device that device_bench prints, as rows name it."""
+    labels = {"device": "", "generation": "", "driver": "driver ", "cuda": "CUDA "}
+    return ", ".join(label + str(about[key]) for key, label in labels.items() if key in about)
 
 
 def measure_ours(options: argparse.Namespace) -> list[str]:
@@ -163,7 +142,7 @@ def measure_ours(options: argparse.Namespace) -> list[str]:
     cells = list(small_cells() if options.small else device_cells(kv_formats(options.bench)))
     end, num_rows, failed = time.monotonic() + options.budget_s, 0, []
     with contextlib.closing(answers(command, cells)) as found:
-        file = GpuFile(options.json, next(found))
+        file = ResultsFile(options.json, machine=machine_of(next(found)), key=ROW_KEY)
         for answer in found:
             if "error" in answer:
                 failed.append(f"{answer['cell']}: {answer['error']}")
@@ -171,6 +150,7 @@ def measure_ours(options: argparse.Namespace) -> list[str]:
                 print(f"skipped, {answer['skipped']}: {answer['cell']}")
             else:
                 file.add({"by": OURS, **answer})
+                print(json.dumps(file.rows[-1]), flush=True)
                 num_rows += 1
             if time.monotonic() >= end:
                 print("the time is over")
@@ -182,10 +162,17 @@ def measure_baselines(options: argparse.Namespace) -> list[str]:
     """Measure FlashInfer on the decode cells of the file and return what failed."""
     from baselines import flashinfer
 
-    document = json.loads(options.json.read_text(encoding="utf-8"))
-    file = GpuFile(options.json, document["about"])
-    cells = [row["cell"] for row in document["rows"] if row["cell"].startswith("op=decode")]
-    return flashinfer.measure_all(cells, save=file.add, budget_s=options.budget_s)
+    rows = read_rows(options.json)
+    if not rows:
+        raise ValueError(f"{options.json} has no rows; run `bench_gpu.py device` first.")
+    file = ResultsFile(options.json, machine=rows[0]["machine"], key=ROW_KEY)
+
+    def save(row: Row) -> None:
+        file.add(row, is_of_commit=False)
+        print(json.dumps(file.rows[-1]), flush=True)
+
+    cells = [row["cell"] for row in rows if row.get("cell", "").startswith("op=decode")]
+    return flashinfer.measure_all(cells, save=save, budget_s=options.budget_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

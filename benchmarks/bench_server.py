@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from baselines.settings import SETTINGS, Setting
 from our_engine import quality_of
 from results import ResultsFile, describe_machine
 from server_process import serving
-from targets import BY_NAME, Runs, alternate, format_row, row_of
+from suite import BY_NAME, ROW_KEY, Runs, alternate, format_row, row_of
 
 Figures = dict[str, float]
 
@@ -229,13 +229,9 @@ def running(command: Sequence[str]) -> Iterator[int]:
         yield server.port
 
 
-def server_runs(
-    bench: ServerBench, file: ResultsFile, *, model: str, repeats: int
-) -> dict[str, Runs]:
+def server_runs(bench: ServerBench, *, repeats: int) -> dict[str, Runs]:
     """Choose the fastest setting of llama-server and measure the rows of both servers."""
-    speeds: Mapping[str, float] = file.search(
-        f"{model}: llama-server, {bench.load_text}", bench.speeds_of_settings
-    )
+    speeds = bench.speeds_of_settings()
     if not speeds:
         raise RuntimeError("llama-server started with none of its settings")
     setting = SETTING_BY_NAME[max(speeds, key=lambda name: speeds[name])]
@@ -247,14 +243,14 @@ def server_runs(
     )
     ours = f"{bench.mode}, {quality_of(bench.mode)}, {bench.load_text}"
     return {
-        target: Runs(
+        name: Runs(
             [run[field] for run in results["ours"]],
             [run[field] for run in results["baseline"]],
             ours,
             f"llama-server, {setting.name}",
             note,
         )
-        for target, field in fields.items()
+        for name, field in fields.items()
     }
 
 
@@ -273,24 +269,21 @@ def run(options: argparse.Namespace) -> None:
         prompt_tokens=cell.context,
         answer_tokens=cell.steps,
     )
-    file = ResultsFile(options.json)
-    file.measured_on(describe_machine(options.num_threads))
-    name = Path(info.path).stem
-    found = server_runs(bench, file, model=name, repeats=options.repeats)
-    for target, runs in found.items():
-        row = row_of(BY_NAME[target], runs, model=name)
-        file.add(row)
-        print(format_row(row))
+    file = ResultsFile(options.json, machine=describe_machine(options.num_threads), key=ROW_KEY)
+    for name, runs in server_runs(bench, repeats=options.repeats).items():
+        workload, model = BY_NAME[name], Path(info.path).stem
+        file.add(row_of(workload, runs, model=model, baseline_by="llama-server"))
+        print(format_row(file.rows[-1]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the JSON file."""
+    """Measure, print and write the file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", default="smollm2", help="GGUF file or smollm2")
-    add("--json", type=Path, help="add the rows to this file")
+    add("--json", type=Path, help="add the rows to this file of JSON Lines")
     add("--llama-server", type=Path, required=True, help="binary llama-server")
     add("--repeats", type=int, default=5)
     add("--num-threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -17,15 +17,11 @@ STALL_MS = 3_600_000  # a 32k-token prompt of a 1B model takes 15 minutes
 
 @dataclass(frozen=True)
 class Cell:
-    """The work to time: `batch` sequences of `context` tokens, then `steps` decode steps.
-
-    `num_draft_tokens` is the maximum length of a draft. 0 turns speculation off.
-    """
+    """The work to time: `batch` sequences of `context` tokens, then `steps` decode steps."""
 
     context: int
     batch: int
     steps: int
-    num_draft_tokens: int = 0
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Return random ids, the same for every engine."""
@@ -85,8 +81,7 @@ class OurEngine:
                 max_batch_size=sequences,
                 session_len=cell.session_len,
                 cache_max_entry_count=sequences * (cell.session_len // BLOCK_TOKENS + 1),
-                speculative_algorithm="ngram" if cell.num_draft_tokens else "none",
-                speculative_num_draft_tokens=cell.num_draft_tokens or 1,
+                speculative_algorithm="none",
             ),
             config,
             model_path="",
@@ -112,20 +107,12 @@ class OurEngine:
         from lmdeploy import _turbomind
 
         request = _turbomind.Request()
+        request.id = self._next_id
         request.prompt = prompt
         request.max_new_tokens, request.ignore_eos = max_new_tokens, True
-        return self.send(request)
-
-    def send(self, request: _turbomind.Request) -> int:
-        """Give a request an id, submit it and return the id."""
-        request.id = self._next_id
         self._next_id += 1
         self._engine.submit(request)
         return request.id
-
-    def stats(self) -> _turbomind.EngineStats:
-        """Return the counters of the engine."""
-        return self._engine.stats()
 
     def outputs(self) -> list[_turbomind.RequestOutput]:
         """Wait for outputs. RuntimeError is raised for a request that failed."""

@@ -1,13 +1,11 @@
-"""Resumable JSON files of results, written atomically, and facts about the machine and sources."""
+"""Files of results: JSON Lines, one measured row a line, with machine, commit and date."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 # Results and pages change with every measured row, but speed does not depend on them.
 SOURCES = (".", ":!benchmarks/results", ":!docs", ":!tests", ":!*.md")
-BASELINES = ("llama_cpp", "ik_llama_cpp", "openvino_genai")
-SAME_MACHINE = ("cpu", "cores", "threads", "isa", "gemm_input_dtype", *BASELINES)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -33,26 +29,33 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def describe_machine(threads: int) -> dict[str, Any]:
-    """Return the facts about the machine and the libraries that speed depends on."""
-    from lmdeploy import __version__, _turbomind
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file. Raise ValueError if a line is not a row of results."""
+    rows = []
+    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{i} is not JSON: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("machine"), str):
+            raise ValueError(f"{path}:{i} is not a row of results: it names no machine.")
+        rows.append(row)
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows, one a line, atomically."""
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def describe_machine(threads: int, *, gemm_input_dtype: str | None = None) -> str:
+    """Return the facts about the machine that the speed of a CPU depends on."""
+    from lmdeploy import _turbomind
     from lmdeploy.base.resources import cpu_name
 
-    about: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": threads,
-        "isa": _turbomind.available_cpu_isas()[-1],
-        "kernel": platform.release().split("-")[0],
-        "lmdeploy": __version__,
-        "load_average_at_start": round(os.getloadavg()[0], 2),
-    }
-    if importlib.util.find_spec("llama_cpp"):
-        from baselines.llama_cpp import build_of_llama_cpp, kernels_in_library
-
-        about["llama_cpp"] = build_of_llama_cpp()
-        about["llama_cpp_kernels"] = kernels_in_library()
-    return about
+    cores, isa = len(os.sched_getaffinity(0)), _turbomind.available_cpu_isas()[-1]
+    text = f"{cpu_name()}, {cores} cores, {threads} threads, {isa}"
+    return text + (f", {gemm_input_dtype} activations" if gemm_input_dtype else "")
 
 
 def commit_here(root: Path = ROOT) -> str:
@@ -69,68 +72,43 @@ def commit_here(root: Path = ROOT) -> str:
 
 
 class ResultsFile:
-    """Rows of one machine by (model, name). The file is written after every row.
+    """The rows of one machine. The file is written after every row.
 
-    `path` None keeps the rows in memory only. Raise ValueError for a file that has another format.
+    `key` names the fields by which a new row replaces an old one. `path` None keeps the rows in
+    memory only. Raise ValueError for a file that has no results, or rows of another machine.
     """
 
-    def __init__(self, path: Path | None, *, commit: str | None = None) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path | None, *, machine: str, key: tuple[str, ...], commit: str | None = None
+    ) -> None:
+        self._path, self._machine, self._key = path, machine, key
         self.commit = commit_here() if commit is None else commit
-        self.about: dict[str, Any] = {}
-        self.searches: dict[str, Any] = {}
-        self._rows: dict[tuple[str, str], Row] = {}
-        if path and path.exists():
-            try:
-                document = json.loads(path.read_text(encoding="utf-8"))
-                self.about, self.searches = dict(document["about"]), dict(document["searches"])
-                self._rows = {(row["model"], row["name"]): row for row in document["rows"]}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+        self.rows = read_rows(path) if path and path.exists() else []
+        for row in self.rows:
+            if row["machine"] != machine:
                 raise ValueError(
-                    f"{path} does not hold results of this suite: {error!r}"
-                ) from error
-
-    def measured_on(self, machine: dict[str, Any]) -> None:
-        """Record the machine. Raise ValueError if the rows were measured on another machine."""
-        self.about = self.about or machine
-        for key in SAME_MACHINE:
-            known, here = self.about.get(key), machine.get(key)
-            if known != here:
-                raise ValueError(
-                    f"{self._path}: the rows were measured with {key} {known}, but this machine "
-                    f"has {here}. Give --json another file."
+                    f"{path} has rows of {row['machine']}, but this machine is {machine}. Give "
+                    "--json another file."
                 )
 
-    def row(self, model: str, name: str, *, repeats: int) -> Row | None:
-        """Return the row of this commit with at least `repeats` runs, or None."""
-        row = self._rows.get((model, name))
-        if not row or row["repeats"] < repeats:
-            return None
-        if row["commit"] == self.commit:
-            return row
-        print(f"{name}: the row is of {row['commit'] or 'an unknown commit'}; measured again")
+    def find(self, row: Row) -> Row | None:
+        """Return the stored row with the same key and of this commit, or None."""
+        for old in self.rows:
+            if self._same(old, row) and old.get("commit") == self.commit:
+                return old
         return None
 
-    def add(self, row: Row) -> None:
-        """Store a row with commit and date, and write the file.
+    def add(self, row: Row, *, is_of_commit: bool = True) -> None:
+        """Store a row with machine, commit and date, and write the file.
 
-        A row without figures never replaces a row with figures.
+        Rows of programs that do not depend on this tree have no commit.
         """
-        key = row["model"], row["name"]
-        if key in self._rows and self._rows[key]["repeats"] and not row["repeats"]:
-            return
+        commit = {"commit": self.commit} if is_of_commit else {}
         date = datetime.now(timezone.utc).date().isoformat()
-        self._rows[key] = {**row, "commit": self.commit, "date": date}
-        self._save()
-
-    def search(self, key: str, measure: Callable[[], Any]) -> Any:
-        """Return the stored value of a search, or measure and store it."""
-        if key not in self.searches:
-            self.searches[key] = measure()
-            self._save()
-        return self.searches[key]
-
-    def _save(self) -> None:
+        row = {**row, "machine": self._machine, **commit, "date": date}
+        self.rows = [old for old in self.rows if not self._same(old, row)] + [row]
         if self._path:
-            rows = list(self._rows.values())
-            write_json(self._path, {"about": self.about, "searches": self.searches, "rows": rows})
+            write_rows(self._path, self.rows)
+
+    def _same(self, one: Row, other: Row) -> bool:
+        return all(one.get(name) == other.get(name) for name in self._key)

@@ -1,4 +1,4 @@
-"""Draw the charts of the documentation and fill the tables of performance.md and gpu.md.
+"""Draw the charts of the documentation and fill the tables of its pages.
 
 Everything comes from benchmarks/results. Run it after new results: python docs/make_charts.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ XQA, FLASHINFER = "XQA, flashinfer-python 0.7.2.post1", "flashinfer-python 0.7.2
 CUBLAS = "cuBLAS, torch 2.11+cu130"
 ATTENTION = ("cuDNN, torch 2.11+cu130", "FlashAttention 2, torch 2.11+cu130")
 # The columns of the tables: label, by whom, and the format.
-DECODERS = (
-    *((f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")),
+DECODERS = tuple(
+    (f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")
+)
+OTHER_DECODERS = (
+    ("ours, `nvfp4`", US, "nvfp4"),
     ("XQA 16 bit", XQA, "none"),
     ("XQA FP8", XQA, "fp8"),
     ("FlashInfer 16 bit", FLASHINFER, "none"),
@@ -63,17 +66,27 @@ LINEARS = (
     ("MXFP4", US, "mxfp4_split"),
 )
 
+# The columns of the prompts on AVX-512: label, and the name in the results.
+PROMPTS = (
+    ("12 bits (default)", "12 bits"),
+    ("16 bits (`--deterministic`)", "16 bits"),
+    ("int8", "int8"),
+    ("OpenVINO GenAI", "OpenVINO GenAI 2026.4.1"),
+    ("llama.cpp", "llama.cpp, llama-cpp-python 0.3.36"),
+)
+
 KEYS = ("ours", "baseline")  # of the results: this engine, the baseline
 Row = dict[str, Any]
 
 
-def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def read(name: str) -> list[Row]:
+    text = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def rows_of(machine: str) -> dict[tuple[str, str], Row]:
     """Return the rows of one machine by workload and model."""
-    return {(row["name"], row["model"]): row for row in read(f"targets_{machine}")["rows"]}
+    return {(row["name"], row["model"]): row for row in read(f"speed_{machine}")}
 
 
 def number(value: float, unit: str) -> str:
@@ -125,10 +138,25 @@ def speed_table(machine: str) -> str:
     return "\n".join(lines)
 
 
+def prompt_table() -> str:
+    """Return the table of prompts on AVX-512: tokens per second, the range of several runs."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for row in read("speed_avx512_12_bits"):
+        if row["work"] == "prompt" and row["unit"] == "tokens/s":
+            low, high = f"{row['low']:,}", f"{row['high']:,}"
+            cell = low if low == high else f"{low}–{high}"
+            found.setdefault((row["model"], row["tokens"]), {})[row["by"]] = cell
+    body = [
+        [MODELS[model.split(",")[0]], f"{tokens:,}", *(cells.get(by, "–") for _, by in PROMPTS)]
+        for (model, tokens), cells in found.items()
+    ]
+    return markdown(["model", "tokens", *(label for label, _ in PROMPTS)], body)
+
+
 def gpu_cells(op: str) -> Iterator[tuple[str, dict[str, str], Row]]:
     """Yield by whom an op was measured on the GPU, the words of the cell, and the row."""
-    for row in read(GPU)["rows"]:
-        words = dict(word.split("=") for word in row["cell"].split())
+    for row in read(GPU):
+        words = dict(word.split("=") for word in row.get("cell", "op=none").split())
         if words.pop("op") == op:
             words.pop("launches", None)
             yield row["by"], words, row
@@ -175,16 +203,20 @@ def timed(row: Row | None, by: str, *, rate: float) -> str:
     return micros(row["us"]) + share
 
 
-def decode_table() -> str:
-    """Return the table of decode attention: microseconds, and the share of copy bandwidth."""
+def shape_text(shape: tuple[int, ...]) -> str:
+    batch, context, heads, group, head_dim = shape
+    return f"{batch} × {context:,}, {heads} × {group} heads of {head_dim}"
+
+
+def decode_table(columns: Sequence[tuple[str, str, str]]) -> str:
+    """Return a table of decode attention: microseconds, and this engine's share of bandwidth."""
     rate, body = copy_rate(), []
     for shape, rows in decode_rows().items():
-        batch, context, heads, group, head_dim = shape
-        cells = [f"{batch} × {context:,}", f"{heads} × {group}", str(head_dim)]
-        cells += [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in DECODERS]
-        body.append(cells)
-    head = ["sequences × tokens", "KV heads × group", "head_dim", *(name for name, *_ in DECODERS)]
-    return markdown(head, body)
+        if any(by != US for _, by, _ in columns) and all(by == US for by, _ in rows):
+            continue
+        cells = [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in columns]
+        body.append([shape_text(shape), *cells])
+    return markdown(["sequences × tokens", *(name for name, *_ in columns)], body)
 
 
 def linear_table() -> str:
@@ -228,27 +260,70 @@ def prefill_table() -> str:
 def model_table() -> str:
     """Return the table of whole models: tokens per second of prompts and of decoding."""
     found: dict[tuple[str, int, str], dict[tuple[str, int], float]] = {}
-    for row in read(GPU)["models"]:
+    for row in read(GPU):
+        if "model" not in row:
+            continue
         preset = row["quality"].split()[0]
         cache = "16 bit" if row["mode"] == "none" else f"`{row['mode']}`, {preset}"
         place = found.setdefault((row["model"], row["context"], cache), {})
         place[row["work"], row["batch"]] = row["ours"]
     columns = [(work, batch) for work in ("prefill", "decode") for batch in (1, 32, 128)]
     body = [
-        [model, f"{context:,}", cache]
+        [f"{model}, at {context:,}", cache]
         + [f"{speeds[column]:,.0f}" if column in speeds else "–" for column in columns]
         for (model, context, cache), speeds in found.items()
     ]
     names = {"prefill": "prompt", "decode": "decode"}
-    head = ["model", "context", "cache", *(f"{names[work]}, {batch}" for work, batch in columns)]
+    head = ["model", "cache", *(f"{names[work]} {batch}" for work, batch in columns)]
     return markdown(head, body)
+
+
+def thousandths(value: float) -> str:
+    """Return a divergence in thousandths of a nat."""
+    value *= 1000
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.0995 else 3
+    return f"{value:.{digits}f}"
+
+
+def offset_table(texts: Mapping[str, tuple[int, ...]], *, with_bits: bool) -> str:
+    """Return a table of divergences with and without K offsets, for contexts of some texts."""
+    found: dict[tuple[str, ...], dict[tuple[str, int], Row]] = {}
+    for row in read("k_offsets_and_windows_smollm2"):
+        setup = (row["format"], row["quality"], row.get("k_offset", "none"), row.get("window", "–"))
+        found.setdefault(setup, {})[row["text"], row["context"]] = row
+    order = ("int8", "fp8", "nvfp4", "int4", "mxfp4")
+    setups = [setup for setup in found if setup[0] in order]
+    setups.sort(key=lambda s: (s[1] != "raw", order.index(s[0]), s[2] != "none", s[3] != "16bit"))
+    columns = [(text, context) for text, contexts in texts.items() for context in contexts]
+    body = []
+    for setup in setups:
+        rows = found[setup]
+        bits = [f"{rows['austen_eval.txt', n]['bits_per_value']:.2f}" for n in (2048, 8192)]
+        cells = [thousandths(rows[at]["kl_mean"]) if at in rows else "" for at in columns]
+        place = [f"`{setup[0]}/{setup[1]}`", *setup[2:]]
+        body.append([*place, *(bits if with_bits else []), *cells])
+    heads = [f"{text.split('_')[0].split('.')[0]}, {context:,}" for text, context in columns]
+    bits_heads = ["bits, 2,048", "8,192"] if with_bits else []
+    return markdown(["format", "offset", "window", *bits_heads, *heads], body, left=3)
 
 
 # The tables of a page by their names in it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "performance.md": {machine: partial(speed_table, machine) for machine in MACHINES},
+    "performance.md": {
+        **{machine: partial(speed_table, machine) for machine in MACHINES},
+        "prompts": prompt_table,
+    },
+    "accuracy.md": {
+        "offsets": partial(offset_table, {"austen_eval.txt": (512, 2048, 8192)}, with_bits=True),
+        "texts": partial(
+            offset_table,
+            {"GPL-3": (512, 2048, 7639), "zh.txt": (512, 2048), "argparse.py": (512, 2048)},
+            with_bits=False,
+        ),
+    },
     "gpu.md": {
-        "decode": decode_table,
+        "decode": partial(decode_table, DECODERS),
+        "others": partial(decode_table, OTHER_DECODERS),
         "linear": linear_table,
         "prefill": prefill_table,
         "models": model_table,
@@ -323,14 +398,14 @@ def draw_ratios(machine: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("speed relative to llama.cpp (1 = equal)")
     if len(models) > 1:
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(frameon=False, fontsize=8, ncols=len(models), loc="outside upper center")
     axes.margins(x=0.12)
     save(figure, f"speed_{machine}")
 
 
 def draw_scaling() -> None:
     """Draw decoding speed against context and against the number of sequences."""
-    cells = [cell for cell in read("scaling")["cells"] if cell["threads"] == 2]
+    cells = [cell for cell in read("scaling") if cell["threads"] == 2]
     figure, panels = plt.subplots(1, 2, figsize=(9.15, 2.9), layout="constrained")
     styles = {"none": ("16 bit", BASELINE), "nvfp4": ("FP4", OURS)}
     for name, (label, color) in styles.items():
@@ -358,35 +433,57 @@ def draw_scaling() -> None:
     save(figure, "scaling")
 
 
+def accuracy_of(preset: str, context: int) -> dict[str, Row]:
+    """Return the rows of the first text by format. `raw` has neither offsets nor a window."""
+    found = {}
+    for row in read("k_offsets_and_windows_smollm2"):
+        window = "16bit" if row["format"] in ("int8", "fp8") else "int8"
+        setup = (None, None) if preset == "raw" else ("block", window)
+        here = (row["text"], row["context"], row["quality"], row.get("k_offset"), row.get("window"))
+        if here == ("austen_eval.txt", context, preset, *setup):
+            found[row["format"]] = row
+    return found
+
+
 def draw_accuracy() -> None:
-    """Draw the KL divergence of every format and preset against its bits per value."""
-    markers = {"raw": ("o", "raw"), "balanced": ("s", "balanced"), "best": ("*", "best")}
-    colors = {
-        "int8": "#2563a8",
-        "fp8": "#d97a1e",
-        "nvfp4": "#2f8f4e",
-        "int4": "#c23b3b",
-        "mxfp4": "#7b57b2",
+    """Draw the KL divergence of every format: a row for each, and a mark for each preset."""
+    formats = ("int8", "fp8", "nvfp4", "int4", "mxfp4")
+    older = {row["format"]: row["texts"]["austen_eval"] for row in read("kv_report_smollm2")}
+    marks = {
+        "raw": ("o", BASELINE, BASELINE, accuracy_of("raw", 2048)),
+        "balanced": ("s", OURS, OURS, accuracy_of("balanced", 2048)),
+        "best, before K offsets": (
+            "D",
+            "white",
+            OURS,
+            {n: older[f"{n}/best"]["2048"] for n in formats},
+        ),
     }
-    figure, axes = plt.subplots(figsize=(9.15, 3.2), layout="constrained")
-    for name, cell in read("kv_report_smollm2")["cells"].items():
-        format_name, _, preset = name.partition("/")
-        if format_name == "none":
-            continue
-        divergence = cell["texts"]["austen_eval"]["2048"]["kl_mean"]
-        bits = cell["bits_per_value"]["8192"]
-        axes.plot(
-            bits, divergence, markers[preset or "raw"][0], color=colors[format_name], markersize=8
+    figure, axes = plt.subplots(figsize=(9.15, 3), layout="constrained")
+    for shift, (label, (marker, face, edge, rows)) in zip(
+        (0, -0.17, 0.17), marks.items(), strict=True
+    ):
+        axes.scatter(
+            [rows[name]["kl_mean"] for name in formats],
+            [i + shift for i in range(len(formats))],
+            s=46,
+            marker=marker,
+            c=face,
+            edgecolors=edge,
+            label=label,
+            zorder=2,
         )
-    for marker, label in markers.values():
-        axes.plot([], [], marker, color="black", label=f"preset {label}", linestyle="none")
-    for format_name, color in colors.items():
-        axes.plot([], [], "o", color=color, label=format_name, linestyle="none")
-    axes.set_yscale("log")
-    axes.set_xlabel("bits per value in a sequence of 8,192 tokens, everything included")
-    axes.set_ylabel("KL divergence, nats per token")
+    raw, balanced = accuracy_of("raw", 8192), accuracy_of("balanced", 8192)
+    bits = [(raw[name]["bits_per_value"], balanced[name]["bits_per_value"]) for name in formats]
+    labels = [
+        f"{name}, {a:.2f} to {b:.2f} bits" for name, (a, b) in zip(formats, bits, strict=True)
+    ]
+    axes.set_yticks(range(len(formats)), labels)
+    axes.set_ylim(len(formats) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.set_xlabel("KL divergence from a 16-bit cache, nats per token (context 2,048)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside upper center")
     save(figure, "accuracy")
 
 
@@ -412,11 +509,7 @@ def draw_gpu() -> None:
     for name, _, _, color in series:
         axes.barh(0, 0, color=color, label=name)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    labels = [
-        f"{batch} × {context:,}, {heads} × {group} heads of {head_dim}"
-        for batch, context, heads, group, head_dim in shapes
-    ]
-    axes.set_yticks(range(len(shapes)), labels)
+    axes.set_yticks(range(len(shapes)), [shape_text(shape) for shape in shapes])
     axes.invert_yaxis()
     axes.set_xlim(0, 4)
     axes.set_xlabel("speed relative to lmdeploy-fp4 with a 16-bit cache (1 = equal)")

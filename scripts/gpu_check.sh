@@ -17,7 +17,7 @@
 #
 # TM_CUDA_BUILD    a folder with programs that were built elsewhere; by default build/cuda is built
 # TM_CUDA_ARCHS    architectures to build for; default: that of the first GPU
-# TM_GPU_RESULTS   the folder for gpu_NAME.json; default benchmarks/results
+# TM_GPU_RESULTS   the folder for gpu_NAME.jsonl; default benchmarks/results
 # TM_GPU_LOGS      the folder for the output of every part; default build/gpu_check
 # TM_GPU_MODEL     a checkpoint for the part generation; benchmarks/make_random_checkpoint.py makes one
 # PYTHON           default python3; generation needs lmdeploy of this tree, the baselines need torch and
@@ -126,7 +126,7 @@ part_generation() {
   [ -n "${TM_GPU_MODEL:-}" ] || { echo "skipped: TM_GPU_MODEL names no checkpoint"; return 0; }
   timeout -k 5 "${LIMIT_S[generation]}" "$PYTHON" benchmarks/bench_engine.py --device cuda \
     --model "$TM_GPU_MODEL" --contexts 512,2048 --batches 1,32,128 --steps 64 \
-    --json "${json%.json}_generation.json"
+    --json "${json%.jsonl}_generation.jsonl"
 }
 part_python() {
   LMDEPLOY_TEST_CUDA="$LMDEPLOY_CUDA_LIBRARY" timeout -k 5 "${LIMIT_S[python]}" "$PYTHON" -m pytest \
@@ -176,7 +176,7 @@ device=$(timeout -k 5 60 "$BUILD/device_bench" device=cuda </dev/null 2>"$LOGS/d
   give_up "$NO_GPU" "no GPU: device_bench says: $(tail -n 1 "$LOGS/device.log")"
 echo "== $device"
 name=$(sed -E 's/.*"device": "([^"]*)".*/\L\1/; s/[^a-z0-9]+/_/g; s/^_|_$//g' <<<"$device")
-readonly json="$RESULTS/gpu_$name.json"
+readonly json="$RESULTS/gpu_$name.jsonl"
 
 status=0 summary=()
 for part in "${parts[@]}"; do

@@ -1,4 +1,4 @@
-"""The interface of a baseline, as the suite of targets uses it."""
+"""The interface of a baseline, as the suite uses it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Baseline(Protocol):
 
     name: str
 
-    def about(self) -> dict[str, Any]:
-        """Return its version and how it was built."""
+    def about(self) -> str:
+        """Return its name, its version and how it was built."""
 
     def settings(self, work: str) -> Sequence[Setting]:
         """Return the settings to try for a kind of work; the fastest one counts.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from our_engine import Cell
 
@@ -73,9 +72,9 @@ class IkLlamaCpp:
         self._program = program
         self._command = [str(program), "-m", path, "-t", str(threads), "-r", "1", "-o", "json"]
 
-    def about(self) -> dict[str, Any]:
-        """Return the program's folder: it reports no version."""
-        return {"ik_llama_cpp": self._program.name}
+    def about(self) -> str:
+        """Return the name of the program, which reports no version."""
+        return f"ik_llama.cpp, {self._program.name}"
 
     def settings(self, work: str) -> Sequence[Setting]:
         """Return the settings to try. Repacking at run time makes prompts faster."""

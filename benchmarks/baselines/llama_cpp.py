@@ -136,9 +136,10 @@ class LlamaCpp:
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(vocab))
 
-    def about(self) -> dict[str, Any]:
-        """Return nothing: results.describe_machine has its build and its kernels."""
-        return {}
+    def about(self) -> str:
+        """Return the version and the compiler of the loaded library."""
+        build = build_of_llama_cpp()
+        return f"llama-cpp-python {build['llama_cpp_python']}, {build['compiler']}"
 
     def settings(self, work: str) -> Sequence[Setting]:
         """Return the settings to try for a kind of work."""

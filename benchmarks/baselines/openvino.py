@@ -73,9 +73,9 @@ class OpenVino:
     def __init__(self, path: str, *, threads: int, vocab_size: int) -> None:
         self._path, self._threads, self._vocab_size = path, threads, vocab_size
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> str:
         """Return the version."""
-        return {"openvino_genai": openvino_genai.__version__}
+        return f"OpenVINO GenAI {openvino_genai.__version__}"
 
     def settings(self, work: str) -> Sequence[Setting]:
         """Return the settings to try."""

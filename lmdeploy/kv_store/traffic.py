@@ -112,8 +112,8 @@ class PrefixTraffic:
 
         Args:
             max_block_bytes: of all copies of a block. The store returns no larger value.
-            late_blocks: the last blocks of a stored prefix that may get another copy later, when
-                they leave the window.
+            late_blocks: how many trailing blocks may still gain a quantized copy, when they leave
+                the window.
         """
         self.stats = StoreStats()
         self._store = store

@@ -31,8 +31,8 @@ class Delta:
 
     Args:
         tool_calls: parts of calls, in order.
-        num_broken_calls: calls that could not be parsed. Their text is content, or the end of it is
-            if the name was already known.
+        num_broken_calls: calls that could not be parsed. Their text becomes content. If the name
+            has already been sent, only the rest of the text does.
     """
 
     content: str = ""

@@ -70,8 +70,8 @@ def quantize_folder(
 ) -> dict[str, Score]:
     """Write the quantized model to the folder `output`, and return scores by label.
 
-    The last part of the text is not used for quantization: it measures the result beside the
-    original and beside rounding to nearest.
+    The last part of the text is not used for quantization: it compares the result with the
+    original and with rounding to nearest.
 
     Raises:
         ValueError, OSError: if the text, the model or a path cannot be used.

@@ -67,7 +67,7 @@ struct Engine::Impl {
         plan(PlanMemory(model, config, free_bytes, target->capability())),
         state(std::in_place, model, engine_config, plan, free_bytes, std::move(model_weights),
               std::move(target)) {
-    UpdateStats();
+    PublishStep();
     thread = std::thread([this] { Loop(); });
   }
 
@@ -90,11 +90,12 @@ struct Engine::Impl {
   void EndCancelled();
   void Step();
   void CheckMappedFiles() const;  // throws if the step may have read zeros instead of weights
-  bool HasQuantized() const;      // true if a queue's length changed since UpdateStats
+  bool QueuesChanged() const;     // returns true if a queue's length changed since PublishStep
   void EndAll(FinishReason reason, const std::string& error);
   void End(const Sequence* sequence);
   void Publish(Sequence& sequence);
-  void UpdateStats();
+  void CollectStats();  // sets `totals`
+  void PublishStep();   // makes the outputs and statistics visible to other threads
 
   const ModelConfig model;
   const EngineConfig config;
@@ -216,7 +217,7 @@ void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
     }
     try {
       work();
-      UpdateStats();
+      PublishStep();
       return "";
     } catch (const std::exception& error) {
       return error.what();
@@ -259,7 +260,7 @@ void Engine::Impl::Loop() {
       failure = error.what();
     }
     EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
-    state->generation.Drop();
+    state->output_processor.Drop();
   }
   // Runs the remaining tasks, so that every waiting thread gets a result.
   std::vector<std::packaged_task<std::string()>> rest;
@@ -329,10 +330,10 @@ void Engine::Impl::EndCancelled() {
     sequence->output.finish_reason = FinishReason::kCancelled;
     End(sequence);
   }
-  UpdateStats();
+  PublishStep();
 }
 
-bool Engine::Impl::HasQuantized() const {
+bool Engine::Impl::QueuesChanged() const {
   return totals.num_running != static_cast<int>(state->scheduler.running().size()) ||
          totals.num_waiting != static_cast<int>(state->scheduler.waiting().size());
 }
@@ -343,13 +344,14 @@ void Engine::Impl::Step() {
   }
   const Batch& batch = state->scheduler.Plan();
   if (!batch.empty()) {
-    if (HasQuantized()) {
-      UpdateStats();  // published before the step, which may take seconds
+    if (QueuesChanged()) {
+      PublishStep();  // published before the step, which may take seconds
     }
-    state->generation.Begin(batch);
-    state->decoder.Forward(
-        {.tokens = batch.tokens.data(), .batch = batch.Views(), .rows = state->generation.rows()});
-    state->generation.Run(state->decoder);
+    state->output_processor.Begin(batch);
+    state->decoder.Forward({.tokens = batch.tokens.data(),
+                            .batch = batch.Views(),
+                            .rows = state->output_processor.rows()});
+    state->output_processor.Run(state->decoder);
     state->scheduler.StepDone();
     CheckMappedFiles();
     ++totals.num_steps;
@@ -372,7 +374,7 @@ void Engine::Impl::Step() {
       state->drafts->CheckIntegrity();
     }
   }
-  UpdateStats();
+  PublishStep();
 }
 
 void Engine::Impl::CheckMappedFiles() const {
@@ -425,8 +427,7 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   outputs_arrived.notify_all();
 }
 
-// Publishes the step's outputs and statistics.
-void Engine::Impl::UpdateStats() {
+void Engine::Impl::CollectStats() {
   totals.num_running = static_cast<int>(state->scheduler.running().size());
   totals.num_waiting = static_cast<int>(state->scheduler.waiting().size());
   const auto sum = [this](int first, int last) {
@@ -461,6 +462,10 @@ void Engine::Impl::UpdateStats() {
   for (size_t g = 0; g < groups.size(); ++g) {
     totals.clipped[g] = {groups[g].window, state->decoder.num_clipped()[g]};
   }
+}
+
+void Engine::Impl::PublishStep() {
+  CollectStats();
   const std::lock_guard lock(mutex);
   stats = totals;
   touched_bytes = state->manager.touched_bytes();

@@ -98,8 +98,8 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                .limits = PlanStep(config, device->capability()),
                .statistics = statistics.get()},
               weights, *device),
-      generation(model.vocab_size, plan.max_sequence_tokens,
-                 config.max_batch_size * (1 + config.num_draft_tokens), *device),
+      output_processor(model.vocab_size, plan.max_sequence_tokens,
+                       config.max_batch_size * (1 + config.num_draft_tokens), *device),
       drafts(MakeDrafts(model, config, free_bytes, *device)) {}
 
 }  // namespace turbomind

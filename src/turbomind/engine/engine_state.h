@@ -38,7 +38,7 @@ struct EngineState {
   Scheduler scheduler;
   const std::unique_ptr<KvStatistics> statistics;  // null if not collected
   Decoder decoder;
-  OutputProcessor generation;
+  OutputProcessor output_processor;
   const std::unique_ptr<DraftDecoder> drafts;  // null without a draft model
 };
 

@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kPromptSixteenths = 15;
 constexpr int64_t kFullSteps = 4;
 // A few rows at a time take longer than those of a prompt. Steps of SmolLM2 with drafts of 1, 2, 4
-// and 8 tokens took 1.4, 1.8, 2.7 and 4.1 times as long as those without (AVX2, bench_drafts.py).
+// and 8 tokens took 1.4, 1.8, 2.7 and 4.1 times as long as those without drafts (AVX2,
+// benchmarks/NOTES.md).
 constexpr int64_t kFewRowsSixteenths = 24;
 constexpr int64_t kDraftSixteenths = 8;
 constexpr int64_t kWholeBudget = 1 << 10;  // the unit of Sequence::share_owed

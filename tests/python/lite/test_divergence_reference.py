@@ -137,11 +137,12 @@ def test_score_report_equals_hand_computed_values() -> None:
 
 
 def test_documented_accuracy_equals_results() -> None:
-    facts = json.loads((ROOT / "benchmarks/results/accuracy_smollm2_austen_2048.json").read_text())
+    path = ROOT / "benchmarks/results/accuracy_smollm2_austen_2048.jsonl"
+    rows = {row["mode"]: row for row in map(json.loads, path.read_text().splitlines())}
     text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
-    assert list(facts["modes"]) == ALL_MODES
-    assert facts["modes"]["int8"]["ppl"] - facts["modes"]["none"]["ppl"] <= INT8_PPL_DELTA
-    for mode, row in facts["modes"].items():
+    assert list(rows) == ALL_MODES
+    assert rows["int8"]["ppl"] - rows["none"]["ppl"] <= INT8_PPL_DELTA
+    for mode, row in rows.items():
         cells = f"{row['ppl']:.2f} | {row['kl_mean']:.5f} | {row['kl_p99']:.4f}"
         assert f"| `{mode}` | {cells} | {row['top1']:.1%} |".replace("%", " %") in text
         assert f"{row['tokens']} predicted tokens" in text

@@ -10,64 +10,84 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_drafts
 import bench_engine
 import bench_gpu
 import bench_server
-import draft_workloads
-import numpy as np
 import pytest
-from results import ResultsFile
-from targets import BY_NAME, Cpu, Runs, TargetSuite, row_of
+from results import ResultsFile, read_rows
+from suite import BY_NAME, ROW_KEY, Cpu, Runs, Suite, row_of
 
 ROOT = Path(__file__).parents[3]
-DECODE, MEMORY = BY_NAME["decode-2048-batch-1"], BY_NAME["memory"]
-MACHINE = {"cpu": "x", "cores": 2, "threads": 2, "caches": {}, "isa": "avx2"}
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.jsonl"))
+DECODE = BY_NAME["decode-2048-batch-1"]
+MACHINE = "x, 2 cores, 2 threads, avx2"
 
 
-def runs(ours: list[float], baseline: list[float]) -> Runs:
-    return Runs(ours, baseline, "nvfp4", "f16")
+def row(ours: list[float], baseline: list[float]) -> dict[str, Any]:
+    return row_of(DECODE, Runs(ours, baseline, "nvfp4", "f16"), model="m", baseline_by="other 1")
 
 
 def test_row_of_ratio_is_median_of_paired_ratios():
-    row = row_of(DECODE, runs([10, 20, 90], [10, 10, 30]), model="m")
-    assert [row[key] for key in ("ratio", "ratio_low", "ratio_high")] == [2.0, 1.0, 3.0]
-    assert row["met"] is True and row["note"] == "runs: only 3"
-    assert row_of(MEMORY, runs([11] * 5, [10] * 5), model="m")["met"] is False
-    assert row_of(DECODE, None, model="m", note="why")["met"] is None
-    with pytest.raises(ValueError, match="not pairs of positive figures"):
-        row_of(DECODE, runs([0.0], [1.0]), model="m")
+    found = row([10, 20, 90], [10, 10, 30])
+    assert [found[key] for key in ("ratio", "ratio_low", "ratio_high")] == [2.0, 1.0, 3.0]
+    assert found["note"] == "runs: only 3"
+    for ours, baseline in (([0.0], [1.0]), ([1.0, 2.0], [1.0]), ([], [])):
+        with pytest.raises(ValueError, match="not pairs of positive figures"):
+            row(ours, baseline)
 
 
-def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    file = ResultsFile(path, commit="a")
-    file.measured_on(MACHINE)
-    file.add(row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m"))
-    file.add(row_of(DECODE, None, model="m"))
-    assert file.search("key", lambda: 1) == 1
-    again = ResultsFile(path, commit="a")
-    assert again.search("key", lambda: 2) == 1
-    row = again.row("m", DECODE.name, repeats=5)
-    assert row["ratio"] == 2.0 and row["commit"] == "a"
-    assert again.row("m", DECODE.name, repeats=6) is None
-    other = ResultsFile(path, commit="b")
-    assert other.row("m", DECODE.name, repeats=5) is None
-    assert "measured again" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="cores 2, but this machine has 4"):
-        again.measured_on({**MACHINE, "cores": 4})
-    assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
+def test_results_file_resumes_and_replaces_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    file = ResultsFile(path, machine=MACHINE, key=ROW_KEY, commit="a")
+    file.add(row([2.0] * 5, [1.0] * 5))
+    file.add({"baseline_by": "other 1", "model": "m", "name": "memory"}, is_of_commit=False)
+    again = ResultsFile(path, machine=MACHINE, key=ROW_KEY, commit="a")
+    found = again.find(row([1.0], [1.0]))
+    assert found["ratio"] == 2.0 and found["machine"] == MACHINE and found["date"]
+    assert again.find({**found, "model": "other"}) is None
+    other = ResultsFile(path, machine=MACHINE, key=ROW_KEY, commit="b")
+    assert other.find(found) is None
+    other.add(row([3.0] * 5, [1.0] * 5))
+    assert [(r["name"], r.get("commit")) for r in read_rows(path)] == [
+        ("memory", None),
+        (DECODE.name, "b"),
+    ]
+    with pytest.raises(ValueError, match=r"rows of x, 2 cores.* but this machine is y"):
+        ResultsFile(path, machine="y", key=ROW_KEY)
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_committed_results_contain_rows_of_the_suite():
-    for path in (ROOT / "benchmarks/results").glob("targets_*.json"):
-        rows = json.loads(path.read_text())["rows"]
-        assert rows and all(row["name"] in BY_NAME for row in rows)
+@pytest.mark.parametrize("line", ["{", "[1]", '{"ours": 1}', '{"machine": 2}'])
+def test_results_file_rejects_lines_that_are_no_rows(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"machine": "x"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 is not "):
+        read_rows(path)
 
 
-def test_suite_leaves_a_row_empty_if_the_baseline_refuses_every_setting(tmp_path, capsys):
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_rows_name_machine_commit_and_date(path):
+    rows = read_rows(path)
+    assert rows
+    for found in rows:
+        assert found["machine"] and found["date"].startswith("2026-")
+        assert found.get("commit") or found.get("by", bench_gpu.OURS) != bench_gpu.OURS
+        if path.stem in ("speed_avx512", "speed_avx2", "speed_amx"):
+            assert found["name"] in BY_NAME and found["baseline_by"]
+
+
+def test_every_committed_file_of_results_is_cited_by_a_page():
+    pages = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))
+    names = [path.name for path in (ROOT / "benchmarks/results").iterdir()]
+    assert [name for name in names if f"benchmarks/results/{name})" not in pages] == []
+
+
+def test_suite_stores_no_row_if_the_baseline_refuses_every_setting(tmp_path, capsys):
     class Refusing:
         name = "other engine"
+
+        def about(self) -> str:
+            return "other engine 1"
 
         def settings(self, work: str) -> list[SimpleNamespace]:
             assert work == "batch"
@@ -77,19 +97,21 @@ def test_suite_leaves_a_row_empty_if_the_baseline_refuses_every_setting(tmp_path
             raise RuntimeError(f"no {setting.name} with {cell.batch} sequences")
 
     loaded = SimpleNamespace(path="model.gguf")
-    file = ResultsFile(tmp_path / "rows.json", commit="a")
-    suite = TargetSuite(loaded, Refusing(), file=file, cpu=Cpu(1), repeats=5, attention_bench=None)
-    suite.run([BY_NAME["decode-128-batch-32"]])
+    file = ResultsFile(tmp_path / "rows.jsonl", machine=MACHINE, key=ROW_KEY, commit="a")
+    Suite(loaded, Refusing(), file=file, cpu=Cpu(1), repeats=5).run(
+        [BY_NAME["decode-128-batch-32"]]
+    )
+    assert file.rows == []
     printed = capsys.readouterr().out
     assert "other engine, b: skipped: no b with 32 sequences" in printed
     assert "not measured: other engine refuses every setting" in printed
 
 
-def test_bench_engine_rejects_unknown_targets(capsys):
-    assert bench_engine.main(["--suite", "targets", "--only", "no-such-target"]) == 2
+def test_bench_engine_rejects_unknown_workloads(capsys):
+    assert bench_engine.main(["--suite", "--only", "no-such-workload"]) == 2
     assert "decode-2048-batch-1" in capsys.readouterr().err
-    options = bench_engine.parse_arguments(["--suite", "targets", "--only", "memory"])
-    assert bench_engine.targets_of(options) == [MEMORY]
+    options = bench_engine.parse_arguments(["--suite", "--only", "memory"])
+    assert bench_engine.workloads_of(options) == [BY_NAME["memory"]]
 
 
 # The server benchmark.
@@ -142,34 +164,19 @@ for line in sys.stdin:
 """
 
 
-def test_replayed_answers_are_forced_token_by_token():
-    tokens = [0, 31, 63, 5]
-    forced = bench_drafts.ForcedText(tokens)
-    mask = np.zeros(2, np.int32)
-    assert forced([], mask) and mask.tolist() == [1, 0]
-    assert forced([0], mask) and mask.tolist() == [-(1 << 31), 0]
-    assert forced([31, 63], mask) and mask.tolist() == [1 << 5, 0]
-
-
-def test_workloads_of_drafts_have_references():
-    for workload in draft_workloads.workloads():
-        assert len(workload.reference) > 700
-        assert workload.target >= 0.98
-
-
 def test_bench_gpu_restarts_the_program_after_a_crash(tmp_path, capsys):
-    program, path = tmp_path / "device_bench", tmp_path / "gpu.json"
+    program, path = tmp_path / "device_bench", tmp_path / "gpu.jsonl"
     program.write_text(DEVICE_BENCH)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     command = ["device", "--small", "--bench", str(program), "--json", str(path)]
     assert bench_gpu.main(command) == 1
-    rows = json.loads(path.read_text())["rows"]
+    rows = read_rows(path)
     cells = [cell for cell in bench_gpu.small_cells() if "op=flatten" not in cell]
     assert [row["cell"] for row in rows] == cells
     assert all(row["commit"] and row["date"] for row in rows)
     assert capsys.readouterr().out.count("FAILED: op=flatten") == len(bench_gpu.FEW_MODES)
     assert bench_gpu.main(command) == 1
-    assert len(json.loads(path.read_text())["rows"]) == len(cells)  # replaced, not repeated
+    assert len(read_rows(path)) == len(cells)  # replaced, not repeated
     path.write_text(path.read_text().replace("Synthetic", "Other"))
     assert bench_gpu.main(command) == 2
     program.write_text("#!/bin/sh\nexit 2\n")

@@ -16,7 +16,8 @@ from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.serve.routes import ROUTERS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/NOTES.md"])
+FOLDERS = ("", "benchmarks/", "components/**/", "docs/**/", "tests/")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md"))
 NAMES = ("reference/flags.md", "reference/fields.md", "reference/limits.md", "models.md")
 # SmolLM2-135M. The README states its gain over a 16-bit cache.
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
@@ -61,7 +62,7 @@ def test_reference_page_equals_code(reference: ModuleType, name: str) -> None:
 def test_tables_equal_results() -> None:
     pytest.importorskip("matplotlib")
     charts = load("docs/make_charts.py")
-    assert set(charts.TABLES) == {"performance.md", "gpu.md"}
+    assert set(charts.TABLES) == {"performance.md", "accuracy.md", "gpu.md"}
     for name, tables in charts.TABLES.items():
         page = read(f"docs/{name}")
         assert charts.with_tables(page, tables) == page
@@ -127,7 +128,7 @@ def test_endpoint_table_equals_routes() -> None:
 
 
 def test_method_table_equals_registry() -> None:
-    text = read("docs/serving.md").split("\n### Weights\n", 1)[1]
+    text = read("docs/weights.md")
     rows = re.search(r"^\| `quant_method` .*\n(?:^\|.*\n)+", text, re.M)
     assert rows is not None
     documented = [quoted(line)[0] for line in rows[0].splitlines()[2:]]
@@ -135,7 +136,7 @@ def test_method_table_equals_registry() -> None:
 
 
 def test_feature_table_names_tests_that_exist() -> None:
-    lines = re.findall(r"^\| ([A-Z]\d\d) \|.*\| (.+) \| (.+) \|$", read("docs/features.md"), re.M)
+    lines = re.findall(r"^\| ([A-Z]\d\d) \|.*\| (.+) \| (.+) \|$", read("tests/FEATURES.md"), re.M)
     counts = {"T": 72, "M": 22, "G": 32, "K": 69, "D": 63}
     rows = [f"{letter}{i:02}" for letter, count in counts.items() for i in range(1, count + 1)]
     assert [row for row, _, _ in lines] == rows

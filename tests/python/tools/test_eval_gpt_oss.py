@@ -17,9 +17,7 @@ import yaml
 from eval import divergence, harness, policies, results, tasks
 from server_process import Server, serving
 
-ROOT = Path(__file__).resolve().parents[3]
 SERVER = ["--", "--session-len", "512", "--num-threads", "1", "--cache-max-entry-count", "64"]
-TABLE = ROOT / "benchmarks/results/eval_tiny_smollm2.json"
 
 
 def grade(settings: dict[str, Any], question: dict[str, Any], text: str) -> bool:

@@ -128,7 +128,7 @@ def test_wrong_expression_is_found(expression: str, exposed: dict[str, set[str]]
 
 def metric_table() -> str:
     """Return the table of docs/monitoring.md."""
-    lines = ["| metric | type | meaning | vLLM's name |", "| --- | --- | --- | --- |"]
+    lines = ["| metric | type | meaning |", "| --- | --- | --- |"]
     engine = make_engine()
     try:
         families = sorted(ServerMetrics(engine, "m").registry.collect(), key=lambda f: f.name)
@@ -138,9 +138,9 @@ def metric_table() -> str:
         short = family.name.removeprefix("lmdeploy:")
         end = "_total" if family.type == "counter" else ""
         if "_hot_" not in short and not family.name.startswith("vllm:"):
-            others = ", ".join(f"`vllm:{n}{end}`" for n in VLLM_NAMES.get(short, ()))
-            cells = (f"`{family.name}{end}`", family.type, family.documentation, others)
-            lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+            names = [family.name, *(f"vllm:{name}" for name in VLLM_NAMES.get(short, ()))]
+            cell = "<br>".join(f"`{name}{end}`" for name in names)
+            lines.append(f"| {cell} | {family.type} | {family.documentation} |")
     return "\n".join(lines)
 
 

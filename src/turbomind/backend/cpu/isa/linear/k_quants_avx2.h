@@ -198,7 +198,8 @@ void MultiplyKRow(const TileRun& run) {
 #pragma GCC unroll 1
     for (int step = 0; step < kKSteps; ++step) {
       PrefetchNext<F, 1>(run, s + step, 0);
-      __m256i sum[2][2] = {};  // of both halves: of 32 columns, or twice of 16
+      // sum[half][part]: one part of 32 columns, or two of 16 (Q6_K)
+      __m256i sum[2][2] = {};
       if constexpr (F == MatrixFormat::kQ4_K) {
         __m256i both[2];
         DotBothHalves<F>(w, a, both);

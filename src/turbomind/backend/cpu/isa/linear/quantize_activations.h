@@ -45,7 +45,7 @@ TM_HD BlockRange RangeOf(const float* x) {
 
 // Rounds to an integer, ties to even. REQUIRES: |x| < 2^22.
 TM_HD int32_t RoundToInt(float x) {
-  constexpr float kRound = 12582912.f;  // 1.5 · 2^23: the sum has no bits behind the point
+  constexpr float kRound = 12582912.f;  // 1.5 · 2^23: the sum has no fraction bits
   return static_cast<int32_t>(FloatBits(x + kRound) - FloatBits(kRound));
 }
 

@@ -41,7 +41,7 @@ TM_HD F32x16 Fma(F32x16 x, F32x16 y, F32x16 z) {
 TM_HD F32x16 Max(F32x16 x, F32x16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 // Returns x < y ? x : y, which is y if either is NaN.
 TM_HD F32x16 Min(F32x16 x, F32x16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
-// Keeps the compiler from moving what computes x behind what follows.
+// Keeps the compiler from sinking the computation of x below this line.
 TM_HD void KeepOrder(F32x16& x) { asm("" : "+x"(x.a), "+x"(x.b)); }
 TM_HD float First(F32x16 x) { return _mm256_cvtss_f32(x.a); }
 
