@@ -35,6 +35,7 @@ class Steps {
   std::vector<float> Run(const std::vector<int>& counts, const std::vector<int32_t>& rows) {
     Batch batch(1);
     for (size_t i = 0; i < counts.size(); ++i) {
+      sequences_[i].request = std::make_shared<Request>();
       sequences_[i].tokens = testing::RandomPrompt(static_cast<uint32_t>(i), 64);
       sequences_[i].num_planned = counts[i];
       batch.Add(sequences_[i]);
