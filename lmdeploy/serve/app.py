@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,13 @@ def make_app(
         # could occupy.
         workers = ThreadPoolExecutor(_MAX_THREADS, "tm-worker")
         asyncio.get_running_loop().set_default_executor(workers)
+        # A full collection waits until garbage reaches a quarter of what survived the last one.
+        # Without the objects of the start, that is a few thousand objects instead of 100,000, and
+        # the garbage of lost connections does not pile up.
+        gc.collect()
+        gc.freeze()
         yield
+        gc.unfreeze()
         await state.markdown.close()
         await asyncio.to_thread(engine.close)
         if state.tracer is not None:

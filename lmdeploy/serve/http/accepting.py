@@ -35,6 +35,7 @@ RESERVED_DESCRIPTORS = 64
 MAX_REFUSALS = 32  # at the same time
 REFUSAL_SECONDS = 5.0  # for the head of a refused request, and for reading the refusal
 _BATCH = 16  # connections that are accepted before others are served
+_CLOSING_TURNS = 3  # of the event loop, in which it closes the descriptor of a connection
 _RETRY_SECONDS = 0.1  # after accept() has failed
 _LOG_SECONDS = 1.0
 _READ_BYTES = 1 << 16
@@ -52,6 +53,10 @@ def first_reserved_descriptor() -> int:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
     return max(limit - RESERVED_DESCRIPTORS, limit // 2)
+
+
+async def _next_connection(sock: socket.socket) -> socket.socket:
+    return (await asyncio.get_running_loop().sock_accept(sock))[0]
 
 
 class LimitedServer(uvicorn.Server):
@@ -144,12 +149,12 @@ class Acceptor:
 
     async def _accept(self, sock: socket.socket) -> None:
         """Accept one connection, and serve or refuse it."""
-        connection, _ = await asyncio.get_running_loop().sock_accept(sock)
+        connection = await _next_connection(sock)
         first_reserved = first_reserved_descriptor()
         # A descriptor gets the lowest free number, so the number shows how many are in use.
+        connection = await _renumbered(connection, below=first_reserved)
         if connection.fileno() >= first_reserved and self._make_room():
-            await asyncio.sleep(0)  # until the descriptor of the other connection is closed
-            connection = _renumbered(connection)
+            connection = await _renumbered(connection, below=first_reserved)
         if connection.fileno() < first_reserved:
             self._add_task(self._serve(connection))
         else:
@@ -206,10 +211,18 @@ class Acceptor:
             self._num_refused, self._logged_at = 0, now
 
 
-def _renumbered(connection: socket.socket) -> socket.socket:
-    """Return the connection with the lowest free descriptor."""
-    with connection:
-        return connection.dup()
+async def _renumbered(connection: socket.socket, *, below: int) -> socket.socket:
+    """Wait until the event loop has closed what it is closing, if that gives a descriptor `below`.
+
+    Return the connection, with another descriptor if its own is not below the limit.
+    """
+    for _ in range(_CLOSING_TURNS):
+        if connection.fileno() < below:
+            break
+        await asyncio.sleep(0)
+        with connection:
+            connection = connection.dup()
+    return connection
 
 
 def refusal_bytes(head: bytes) -> bytes:

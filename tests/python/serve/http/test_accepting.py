@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import gc
 import logging
@@ -36,6 +35,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[str]:
         serving(make_engine(lambda _: "a" * 60, step_seconds=0.01), **options) as url,
         ExitStack() as files,
     ):
+        httpx.get(f"{url}/health")  # the event loop opens descriptors of its own
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))
         lowest = 0
         while lowest < highest:  # without gaps, a number shows how many are in use
@@ -132,16 +132,15 @@ def test_failures_of_accept_are_logged_once_a_second(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(accepting, "_RETRY_SECONDS", 0.001)
-    loop_class, failures = asyncio.SelectorEventLoop, [errno.EMFILE] * 50
-    accept = loop_class.sock_accept
+    accept, failures = accepting._next_connection, [errno.EMFILE] * 50
 
-    async def fail(loop: Any, sock: socket.socket) -> Any:
+    async def fail(sock: socket.socket) -> socket.socket:
         if failures:
             number = failures.pop()
             raise OSError(number, os.strerror(number))
-        return await accept(loop, sock)
+        return await accept(sock)
 
-    monkeypatch.setattr(loop_class, "sock_accept", fail)
+    monkeypatch.setattr(accepting, "_next_connection", fail)
     with serving(make_engine()) as url:
         assert httpx.get(f"{url}/health").status_code == 200
     assert not failures and len(refusals(caplog)) == 1
