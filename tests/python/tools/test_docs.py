@@ -16,7 +16,14 @@ from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.serve.routes import ROUTERS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/NOTES.md"])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("components/**/*.md"),
+        ROOT / "benchmarks/NOTES.md",
+    ]
+)
 NAMES = ("reference/flags.md", "reference/fields.md", "reference/limits.md", "models.md")
 # SmolLM2-135M. The README states its gain over a 16-bit cache.
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
@@ -146,7 +153,7 @@ def test_feature_table_names_tests_that_exist() -> None:
             continue
         path, name = quoted(proof)[:2]
         assert state == "partly" or proof == f"`{path}` `{name}`", row
-        source = read(f"tests/{path}")
+        source = read(path if path.startswith("components/") else f"tests/{path}")
         assert f"def {name}(" in source or f'"{name}"' in source or f" {name}" in source, row
 
 
@@ -173,7 +180,7 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_paths_in_backquotes_exist() -> None:
-    roots = ("src/", "lmdeploy/", "scripts/", "tests/", "benchmarks/", "docs/")
+    roots = ("src/", "lmdeploy/", "scripts/", "tests/", "benchmarks/", "docs/", "components/")
     examples = {"lmdeploy/models/nova.py", "lmdeploy/serve/routes/NAME.py"}
     for page in PAGES:
         for name in quoted(page.read_text("utf-8")):

@@ -1,7 +1,7 @@
-"""Measure the KV cache as a component: `KVCache` beside torch and the engine, libkvx beside memcpy.
+"""Measure the components: `KVCache` beside torch and the engine, libkvx beside memcpy.
 
     ninja -C build/release device_bench attention_alone_bench
-    python benchmarks/bench_component.py --build build/release
+    python components/benchmark.py --build build/release
 
 Each row compares two things that run in turns. The figure is the median ratio of the pairs, with
 the smallest and the largest one, beside its target. Rows of `KVCache` use two threads and have 32

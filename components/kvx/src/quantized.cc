@@ -1,10 +1,10 @@
-#include "kvx/quantized.h"
+#include "kvx/src/quantized.h"
 
 #include <cmath>
 
-#include "kvx/rows.h"
-#include "kvx/tables.h"
-#include "kvx/validate.h"
+#include "kvx/src/rows.h"
+#include "kvx/src/tables.h"
+#include "kvx/src/validate.h"
 #include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 
