@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-HEADERS = Path("include/kvx")
+HEADERS = Path("components/kvx/include")
 LIBRARIES = (Path("lmdeploy/libkvx.so.1"), Path("lmdeploy/libturbomind_cuda.so"))
 
 
@@ -50,7 +50,7 @@ class CMakeBuild(build_ext):
             ["cmake", "--build", str(build), "--target", "tm_package", "-j", jobs], check=True
         )
         if not self.editable_mode:  # an editable install reads them where they are
-            shutil.copytree(ROOT / HEADERS, target / HEADERS, dirs_exist_ok=True)
+            shutil.copytree(ROOT / HEADERS, target / "include", dirs_exist_ok=True)
 
     def _build_folder(self) -> Path:
         """Return the build folder. An editable install keeps it, so that it can rebuild fast."""

@@ -485,8 +485,8 @@ def get_kv_cache_mode(
 def kv_cache_conversion(format: KvFormat | str, capability: DeviceCapability = ...) -> str:
     """Return how a device converts a format: not needed, hardware, software or unsupported."""
 
-# The cache of model loops outside the engine. lmdeploy.kv_cache is its interface. Arrays hold
-# float32, float16, or the bits of bfloat16 as uint16; [batch, heads, tokens, head_dim].
+# The cache of other model loops (components/kv_cache). lmdeploy.kv_cache is its interface. Arrays
+# hold float32, float16, or the bits of bfloat16 as uint16; [batch, heads, tokens, head_dim].
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 class ContiguousCacheConfig:

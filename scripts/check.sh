@@ -19,7 +19,7 @@ readonly JOBS="$(nproc)"
 readonly SKIPPED=77 # a step's status
 # The Python tests whose results depend on the instruction set. Damaged files, sizes in memory and the
 # stand-in for GPUs do not. Tests with SmolLM2 take most of the time, in torch; tiny models remain.
-readonly COMPUTING_TESTS=(tests/python/{checkpoint,engine,kv_cache,models}
+readonly COMPUTING_TESTS=(components/kv_cache tests/python/{checkpoint,engine,models}
   -k 'not damaged and not truncated and not memory and not devices and not smollm2')
 export PATH="$VENV/bin:$PATH"
 # Color codes and the terminal's width must not change what a test sees.
@@ -57,7 +57,7 @@ step_ruff() { ruff check . && ruff format --check .; }
 
 step_mypy() {
   mypy && mypy --strict --ignore-missing-imports scripts/*.py scripts/eval scripts/dev/*.py \
-    benchmarks/*.py benchmarks/baselines
+    benchmarks/*.py benchmarks/baselines components/*.py
 }
 
 step_clang_format() { cpp_files | xargs -r clang-format --dry-run --Werror; }
@@ -145,11 +145,11 @@ step_clang_tidy() {
   local files first
   export -f tidy_one
   export TIDY_BUDGET_S TIDY_CHECKS BUILD_ROOT
-  files=$(git ls-files 'src/**/*.cc' 'src/*.cc')
+  files=$(git ls-files 'src/*.cc' 'components/*.cc' | grep -v /tests/)
   first=$(($(turn) % $(wc -l <<<"$files")))
-  (git diff --name-only --diff-filter=d origin/main... -- 'src/*.cc' 2>/dev/null
+  (git diff --name-only --diff-filter=d origin/main... -- 'src/*.cc' 'components/*.cc' 2>/dev/null
     tail -n "+$((first + 1))" <<<"$files"
-    head -n "$first" <<<"$files") | grep -v backend/cpu/isa/ | awk '!seen[$0]++' |
+    head -n "$first" <<<"$files") | grep -Ev 'backend/cpu/isa/|/tests/' | awk '!seen[$0]++' |
     xargs -P "$JOBS" -n 1 bash -c 'tidy_one "$@"' _ $(($(date +%s) + TIDY_BUDGET_S))
 }
 
@@ -157,9 +157,9 @@ step_clang_tidy() {
 run_sanitized() {
   local name="$1" flags="$2" folders="$3" folder="$BUILD_ROOT/$1" tests
   configure "$name" -DTM_BUILD_PYTHON=OFF -DTM_SANITIZE="$flags" || return 1
-  tests=$(git ls-files 'tests/cpp/*_test.cc' | grep -E "tests/cpp/($folders)/" |
+  tests=$(git ls-files '*_test.cc' | grep -E "^(tests/cpp|components)/($folders)/" |
     xargs -r -n1 basename | sed 's/\.cc$//')
-  [ -n "$tests" ] || { echo "no tests in tests/cpp/($folders)"; return 1; }
+  [ -n "$tests" ] || { echo "no tests of $folders"; return 1; }
   # shellcheck disable=SC2086  # one word per target
   ninja -C "$folder" -j "$JOBS" --quiet $tests &&
     ctest --test-dir "$folder" --no-tests=error --output-on-failure -j "$JOBS" --timeout 600 \
@@ -168,7 +168,7 @@ run_sanitized() {
 
 step_asan() {
   ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    run_sanitized asan address,undefined 'core|kv|ops|profile|cpu|model|engine|kvx'
+    run_sanitized asan address,undefined 'core|kv|ops|profile|cpu|model|engine|kvx|kv_cache'
 }
 
 step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engine|kvx'; }

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.checks import show
-from lmdeploy.kv_store.layers import KvLayer, find_layer
 
 _NAME = "lmdeploy_kv_blocks"
 _VERSION = 1
@@ -41,15 +40,6 @@ class KvBlocks:
     def num_bytes(self) -> int:
         """Return the size of all copies."""
         return sum(len(copy) for block in self.blocks for copy in block)
-
-    def layer(self, index: int, *, window16: bool = False) -> KvLayer:
-        """Return a layer of the blocks for libkvx, or its copies in the window.
-
-        Raise ValueError for a layer that does not exist, for a calibrated cache, whose constants do
-        not travel with the blocks, and for quantized keys of a model with a bias of K, which lack
-        a part of it.
-        """
-        return find_layer(self.identity, self.blocks, index=index, window16=window16)
 
     def to_bytes(self) -> bytes:
         """Return a safetensors file. Its metadata describes the blocks as JSON."""

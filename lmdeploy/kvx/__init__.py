@@ -29,7 +29,7 @@ def library_path() -> Path:
 def include_folder() -> Path:
     """Return the folder that contains kvx/kvx_abi.h."""
     installed = _PACKAGE / "include"
-    return installed if installed.is_dir() else _PACKAGE.parent / "include"
+    return installed if installed.is_dir() else _PACKAGE.parent / "components/kvx/include"
 
 
 @functools.cache

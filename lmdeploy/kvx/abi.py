@@ -1,4 +1,4 @@
-"""The structs, enumerators and functions of include/kvx, for ctypes. The headers describe them."""
+"""The structs, enumerators and functions of libkvx, for ctypes. Its headers describe them."""
 
 from __future__ import annotations
 

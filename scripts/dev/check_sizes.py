@@ -56,7 +56,7 @@ def violations(path: Path, source: str) -> Iterator[str]:
     lines = source.count("\n")
     if lines > MAX_FILE_LINES:
         yield f"{path}: {lines} lines, at most {MAX_FILE_LINES}"
-    is_python, is_test = path.suffix == ".py", path.parts[0] == "tests"
+    is_python, is_test = path.suffix == ".py", "tests" in path.parts
     is_kernel = path.as_posix().startswith(KERNEL_FOLDERS)
     limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
     functions = python_functions(source) if is_python else cpp_functions(path, source)

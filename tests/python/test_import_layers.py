@@ -13,7 +13,6 @@ LAYERS = (
     ("_turbomind", "version"),
     ("base",),
     ("config",),
-    ("kv_cache", "kv_rows", "kvx"),
     ("models",),
     ("chat", "checkpoint"),
     ("response", "kv_store"),
@@ -25,6 +24,7 @@ LAYERS = (
     ("api",),
     ("__init__", "cli", "messages", "model"),  # the last two: import paths of LMDeploy's users
     ("__main__",),
+    ("kv_cache", "kv_rows", "kvx"),  # components: the server, all of the above, needs none of them
 )
 MAX_MODULES = 12
 REGISTRIES = {"models", "chat.formats", "serve.routes", "checkpoint.methods"}
@@ -121,6 +121,11 @@ def test_import_graph_planted_import_is_found(text: str) -> None:
 def test_upward_import_between_packages_of_one_row_is_found() -> None:
     graph = imports({**modules(), "chat.planted": "import lmdeploy.checkpoint.hub"})
     assert upward(graph) == ["chat.planted -> checkpoint.hub"]
+
+
+def test_import_of_a_component_by_the_server_is_found() -> None:
+    graph = imports({**modules(), "serve.planted": "import lmdeploy.kv_cache.cache"})
+    assert upward(graph) == ["serve.planted -> kv_cache.cache"]
 
 
 def test_crowded_folder_is_found() -> None:

@@ -11,8 +11,15 @@ NAMES = {
         "SpeculativeConfig"
     ),
     "lmdeploy.api": "client pipeline serve",
-    "lmdeploy.kv_cache": "CacheConfig KVCache memory_table",
+    "lmdeploy.kv_cache": "CacheConfig KVCache StoredRows memory_table",
     "lmdeploy.kv_rows": "pack_rows unpack_rows",
+    "lmdeploy.kv_store.blocks": "KvBlocks",
+    "lmdeploy.kvx": "KvxError check include_folder library library_path",
+    "lmdeploy.kvx.abi": "CacheDesc GatherDesc Status TmFlag TmLayer TmMode WriteDesc",
+    "lmdeploy.kvx.adapters": (
+        "gather rows tensor tgi_tables trtllm_cache trtllm_tables vllm_cache vllm_slots write"
+    ),
+    "lmdeploy.kvx.layers": "KvLayer layer_of",
     "lmdeploy.messages": (
         "GenerationConfig Response ResponseType TurbomindEngineConfig PytorchEngineConfig "
         "VisionConfig SpeculativeConfig"

@@ -20,7 +20,7 @@ void DefKv(pybind11::module_& m);
 void DefEngine(pybind11::module_& m);
 // Binds encode_rows and decode_rows: the codecs over NumPy arrays, for tests and reports.
 void DefCodecs(pybind11::module_& m);
-// Binds the cache of model loops outside the engine. REQUIRES: Device is already defined.
+// Binds the cache of other model loops (components/kv_cache). REQUIRES: Device is already defined.
 void DefContiguousCache(pybind11::module_& m);
 // Binds profiling devices and their records. REQUIRES: Device is already defined.
 void DefProfile(pybind11::module_& m);

@@ -3,7 +3,7 @@
 namespace turbomind::block {
 
 // Block lengths are powers of two, so that kernels find a slot by shifting. A paged cache has short
-// blocks. A contiguous cache (ops/contiguous_cache.h) has one block per sequence.
+// blocks. A contiguous cache (components/kv_cache) has one block per sequence.
 inline constexpr int kMinBlockSeqLen = 16;
 inline constexpr int kMaxBlockSeqLen = 1 << 20;
 inline constexpr int kMaxPagedBlockSeqLen = 128;

@@ -57,7 +57,7 @@ def test_context_of_the_image_has_what_the_build_reads() -> None:
     kept = {line[1:] for line in lines if line.startswith("!")}
     assert all((ROOT / name).exists() for name in kept)
     assert {"pyproject.toml", "setup.py", "CMakeLists.txt", "README.md"} <= kept
-    assert {"include", "lmdeploy", "src"} <= kept
+    assert {"components", "lmdeploy", "src"} <= kept
 
 
 def test_readme_names_extras_and_scripts_that_exist() -> None:

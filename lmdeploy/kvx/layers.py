@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.checks import check_int, refuse
+from lmdeploy.kv_store.blocks import KvBlocks
 from lmdeploy.kvx import abi, adapters, check, library
 
 _NONE = ["none", "none"]
@@ -26,14 +27,14 @@ class KvLayer(NamedTuple):
     memory: npt.NDArray[np.uint8]
 
 
-def _mode(name: str) -> abi.TmMode:
-    return abi.TmMode["FP8_E4M3" if name == "fp8" else name.upper()]
+def layer_of(blocks: KvBlocks, index: int, *, window16: bool = False) -> KvLayer:
+    """Return a layer of the blocks, or its copies in the window.
 
-
-def find_layer(
-    identity: dict[str, Any], blocks: Sequence[Sequence[bytes]], *, index: int, window16: bool
-) -> KvLayer:
-    """Return a layer of blocks from an engine with this identity (KvBlocks.layer)."""
+    Raise ValueError for a layer that does not exist, for a calibrated cache, whose constants do
+    not travel with the blocks, and for quantized keys of a model with a bias of K, which lack
+    a part of it.
+    """
+    identity = blocks.identity
     formats = identity["layers"]
     check_int("index", index, low=0, high=len(formats) - 1)
     if identity["calibration"] is not None:
@@ -55,8 +56,8 @@ def find_layer(
     parts = [_describe(identity, formats[i], window16=window16) for i in members]
     data_bytes = sum(part.block_bytes for part in parts)
     scale_bytes = sum(part.scale_block_bytes for part in parts)
-    found = [i for i, copies in enumerate(blocks) if copies[pool]]
-    copies = [np.frombuffer(blocks[i][pool], np.uint8) for i in found]
+    found = [i for i, copies in enumerate(blocks.blocks) if copies[pool]]
+    copies = [np.frombuffer(blocks.blocks[i][pool], np.uint8) for i in found]
     if any(copy.size != data_bytes + scale_bytes for copy in copies):
         wanted = f"{data_bytes + scale_bytes} bytes per block"
         raise refuse("blocks", [copy.size for copy in copies], wanted=wanted)
@@ -70,6 +71,10 @@ def find_layer(
         layer.scales = memory.ctypes.data + data_bytes + offset
     layer.block_bytes = layer.scale_block_bytes = data_bytes + scale_bytes
     return KvLayer(layer, found, memory)
+
+
+def _mode(name: str) -> abi.TmMode:
+    return abi.TmMode["FP8_E4M3" if name == "fp8" else name.upper()]
 
 
 def _describe(identity: dict[str, Any], pair: Sequence[str], *, window16: bool) -> abi.TmLayer:

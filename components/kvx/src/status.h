@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kvx/kvx_abi.h"
-#include "kvx/validate.h"
+#include "kvx/src/validate.h"
 #include "turbomind/core/check.h"
 
 namespace kvx {

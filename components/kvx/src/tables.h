@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "kvx/kvx_abi.h"
-#include "kvx/validate.h"
+#include "kvx/src/validate.h"
 
 namespace kvx {
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmdeploy._turbomind import KvFormat
 from lmdeploy.kvx import KvxError, abi, check, include_folder, library, library_path
 
 MAX_LIBRARY_BYTES = 1 << 20
@@ -76,6 +77,12 @@ def test_enumerators_equal_the_headers() -> None:
     }
     assert mirrored == defined
     assert f"KVX_MAX_TENSOR_DIMS = {abi.MAX_TENSOR_DIMS}" in headers()
+
+
+def test_modes_are_the_formats_of_the_engine() -> None:
+    names = {abi.TmMode.FP8_E4M3: "fp8"}
+    modes = {names.get(mode, mode.name.lower()): int(mode) for mode in abi.TmMode}
+    assert modes == {format.name: format.value for format in KvFormat}
 
 
 def test_functions_are_those_of_the_headers_and_the_only_exports() -> None:

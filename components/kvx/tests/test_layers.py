@@ -13,6 +13,7 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy import Pipeline, TurbomindEngineConfig
 from lmdeploy.kv_store.blocks import KvBlocks
 from lmdeploy.kvx import adapters, check, library
+from lmdeploy.kvx.layers import layer_of
 
 NUM_BLOCKS, BLOCK = 5, 64
 WINDOWED = next(tiny for tiny in TINY_MODELS if tiny.config_values().get("sliding_window"))
@@ -36,7 +37,7 @@ def export(folder: str, kv_format: str, **options: Any) -> KvBlocks:
 
 def read(blocks: KvBlocks, index: int, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return K and V of a layer's blocks, [tokens, heads, head_dim]."""
-    found = blocks.layer(index, **options)
+    found = layer_of(blocks, index, **options)
     layer, count = found.layer, len(found.blocks)
     shape = (count * BLOCK, layer.num_kv_heads, layer.head_dim)
     out = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -57,8 +58,8 @@ def test_layer_holds_the_rows_of_a_16_bit_cache_as_its_format_stores_them(
 ) -> None:
     plain, stored = export(folder, "none"), export(folder, kv_format, kv_quality="raw")
     assert len(plain.blocks) >= NUM_BLOCKS
-    found = plain.layer(0).blocks
-    assert found == stored.layer(0).blocks and found
+    found = layer_of(plain, 0).blocks
+    assert found == layer_of(stored, 0).blocks and found
     for given, got in zip(read(plain, 0), read(stored, 0), strict=True):
         rows = given.reshape(-1, given.shape[-1])
         want = codecs.round_trip(kv_format, rows, dtype=stored.identity["dtype"])
@@ -70,8 +71,8 @@ def test_layer_holds_the_rows_of_a_16_bit_cache_as_its_format_stores_them(
 def test_copies_of_the_16_bit_window_are_the_rows_of_a_16_bit_cache(folder: str) -> None:
     plain = export(folder, "none")
     stored = export(folder, "nvfp4", kv_quality="balanced", kv_window="16bit")
-    copies = stored.layer(0, window16=True)
-    everywhere = plain.layer(0).blocks
+    copies = layer_of(stored, 0, window16=True)
+    everywhere = layer_of(plain, 0).blocks
     assert copies.blocks and set(copies.blocks) <= set(everywhere)
     for side, (given, got) in enumerate(
         zip(read(plain, 0), read(stored, 0, window16=True), strict=True)
@@ -84,8 +85,8 @@ def test_copies_of_the_16_bit_window_are_the_rows_of_a_16_bit_cache(folder: str)
 
 def test_copies_of_the_int8_window_are_rows_of_int8(folder: str) -> None:
     plain, stored = export(folder, "none"), export(folder, "nvfp4", kv_quality="balanced")
-    copies = stored.layer(0, window16=True)
-    everywhere = plain.layer(0).blocks
+    copies = layer_of(stored, 0, window16=True)
+    everywhere = layer_of(plain, 0).blocks
     for given, got in zip(read(plain, 0), read(stored, 0, window16=True), strict=True):
         by_block = given.reshape(len(everywhere), BLOCK, *given.shape[1:])
         want = by_block[[everywhere.index(b) for b in copies.blocks]].reshape(got.shape)
@@ -94,7 +95,7 @@ def test_copies_of_the_int8_window_are_rows_of_int8(folder: str) -> None:
 
 def test_quantized_blocks_are_read_with_their_k_offset(folder: str) -> None:
     plain, stored = export(folder, "none"), export(folder, "nvfp4", kv_quality="balanced")
-    layer, everywhere = stored.layer(0), plain.layer(0).blocks
+    layer, everywhere = layer_of(stored, 0), layer_of(plain, 0).blocks
     if not layer.blocks:
         pytest.skip("every block of this model is in the window")
     for given, got in zip(read(plain, 0), read(stored, 0), strict=True):
@@ -106,15 +107,15 @@ def test_quantized_blocks_are_read_with_their_k_offset(folder: str) -> None:
 def test_layer_rejects(folder: str) -> None:
     blocks = export(folder, "nvfp4", kv_quality="raw")
     with pytest.raises(ValueError, match="index is 99"):
-        blocks.layer(99)
+        layer_of(blocks, 99)
     with pytest.raises(ValueError, match="window16 is True"):
-        blocks.layer(0, window16=True)
+        layer_of(blocks, 0, window16=True)
     calibrated = replace(blocks, identity={**blocks.identity, "calibration": "ab"})
     with pytest.raises(ValueError, match="calibration is 'ab'"):
-        calibrated.layer(0)
+        layer_of(calibrated, 0)
     biased = replace(blocks, identity={**blocks.identity, "k_bias": "without fast pairs, 1"})
     with pytest.raises(ValueError, match="k_bias is 'without fast pairs, 1'"):
-        biased.layer(0)
+        layer_of(biased, 0)
     cut = replace(blocks, blocks=[[copy[:-16] for copy in b] for b in blocks.blocks])
     with pytest.raises(ValueError, match="bytes per block"):
-        cut.layer(0)
+        layer_of(cut, 0)

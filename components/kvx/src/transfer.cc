@@ -1,13 +1,13 @@
-#include "kvx/transfer.h"
+#include "kvx/src/transfer.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "kvx/place.h"
-#include "kvx/rows.h"
-#include "kvx/tables.h"
-#include "kvx/validate.h"
+#include "kvx/src/place.h"
+#include "kvx/src/rows.h"
+#include "kvx/src/tables.h"
+#include "kvx/src/validate.h"
 
 namespace kvx {
 namespace {

@@ -1,7 +1,7 @@
 // Binds ContiguousCache over NumPy arrays. lmdeploy/kv_cache checks the arguments of its users.
 // Here they are checked once more, before they index memory.
 
-#include "turbomind/ops/contiguous_cache.h"
+#include "turbomind/bindings/bindings.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "turbomind/bindings/bindings.h"
+#include "kv_cache/contiguous_cache.h"
 #include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
 #include "turbomind/profile/op_cost.h"

@@ -1,4 +1,4 @@
-"""Tests of docs/kvx.md: its programs compile, run and print what the page says."""
+"""Tests of README.md: its programs compile, run and print what the page says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/kvx.md"
+PAGE = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def code(language: str) -> str:
@@ -23,7 +23,7 @@ def test_c_program_prints_what_the_page_says(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(PAGE.parents[1])},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(PAGE.parents[2])},
     )
     assert done.stdout == "1.5 -2\n"
     assert "# 1.5 -2" in script

@@ -1,10 +1,10 @@
-#include "kvx/quantized.h"
+#include "kvx/src/quantized.h"
 
 #include <cmath>
 
-#include "kvx/rows.h"
-#include "kvx/tables.h"
-#include "kvx/validate.h"
+#include "kvx/src/rows.h"
+#include "kvx/src/tables.h"
+#include "kvx/src/validate.h"
 #include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 
@@ -19,22 +19,15 @@ using turbomind::RowFormat;
 constexpr int kMaxHeadDim = 4096;  // of block::Layout
 constexpr int kAlignment = 16;
 
-// The modes of the header are the formats of the engine.
-constexpr bool IsSame(kvx_tm_mode_t mode, KvCacheMode format) {
-  return static_cast<int>(mode) == static_cast<int>(format);
-}
-static_assert(IsSame(KVX_TM_MODE_NONE, KvCacheMode::kNone));
-static_assert(IsSame(KVX_TM_MODE_INT8, KvCacheMode::kInt8));
-static_assert(IsSame(KVX_TM_MODE_INT4, KvCacheMode::kInt4));
-static_assert(IsSame(KVX_TM_MODE_FP8_E4M3, KvCacheMode::kFp8E4m3));
-static_assert(IsSame(KVX_TM_MODE_FP8_E5M2, KvCacheMode::kFp8E5m2));
-static_assert(IsSame(KVX_TM_MODE_MXFP4, KvCacheMode::kFp4Mx));
-static_assert(IsSame(KVX_TM_MODE_NVFP4, KvCacheMode::kFp4Nv));
-static_assert(turbomind::kAllKvCacheModes.size() == KVX_TM_MODE_NVFP4 + 1);
-
+// A mode is the number of a format in the engine. test_abi.py compares the header with the engine's
+// table of formats.
 KvCacheMode FormatOf(const kvx_tm_mode_t& mode) {
-  Require(Raw(mode) >= KVX_TM_MODE_NONE && Raw(mode) <= KVX_TM_MODE_NVFP4);
-  return static_cast<KvCacheMode>(Raw(mode));
+  for (const KvCacheMode format : turbomind::kAllKvCacheModes) {
+    if (Raw(mode) == static_cast<int>(format)) {
+      return format;
+    }
+  }
+  throw Refusal{KVX_STATUS_INVALID_ARGUMENT};
 }
 
 bool HasOffsets(const kvx_tm_layer_t& layer) { return (layer.flags & KVX_TM_FLAG_K_OFFSET) != 0; }

@@ -3,10 +3,10 @@
 #include "kvx/kvx_abi.h"
 #include "kvx/kvx_launch.h"
 #include "kvx/kvx_turbomind.h"
-#include "kvx/quantized.h"
-#include "kvx/status.h"
-#include "kvx/transfer.h"
-#include "kvx/validate.h"
+#include "kvx/src/quantized.h"
+#include "kvx/src/status.h"
+#include "kvx/src/transfer.h"
+#include "kvx/src/validate.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "turbomind/ops/contiguous_cache.h"
+#include "kv_cache/contiguous_cache.h"
 
 #include <algorithm>
 #include <bit>

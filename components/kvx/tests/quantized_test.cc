@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "kvx/kvx_fixture.h"
 #include "kvx/kvx_turbomind.h"
+#include "kvx/tests/kvx_fixture.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/ops/flatten_kv.h"

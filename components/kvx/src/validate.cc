@@ -1,4 +1,4 @@
-#include "kvx/validate.h"
+#include "kvx/src/validate.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-"""Tests of the loops and the table in docs/kv_cache.md: they run, and they equal the engine."""
+"""Tests of the loops and the table in README.md: they run, and they equal the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference.smollm2 import gguf_path, load_model
 from lmdeploy import Tokenizer
 from lmdeploy.kv_cache import CacheConfig, memory_table
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/kv_cache.md"
+PAGE = Path(__file__).resolve().parents[1] / "README.md"
 NUM_TOKENS = {"none": 16, "nvfp4": 64}
 NUM_TOKENS_TORCH = 16
 # The model goes on counting. Every token is far from a tie, so that codes next to a midpoint, which
@@ -30,14 +30,11 @@ OPTIONS = {
 }
 
 
-def section() -> str:
-    text = PAGE.read_text(encoding="utf-8").split("\n## A cache for your own loop\n", 1)[1]
-    return text.split("\n## ", 1)[0]
-
-
 def blocks() -> tuple[str, str, str]:
-    """Return the code of the section: the loop, greedy decoding, and the cache of transformers."""
-    loop, decoding, cache = re.findall(r"^```python\n(.*?)^```", section(), re.M | re.S)
+    """Return the code of the page: the loop, greedy decoding, and the cache of transformers."""
+    loop, decoding, cache = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S
+    )
     return loop, decoding, cache
 
 
@@ -99,7 +96,7 @@ def test_transformers_cache_gives_the_tokens_of_the_engine() -> None:
 
 
 def test_memory_table_of_the_page() -> None:
-    lines = [line for line in section().splitlines() if line.startswith("| `")]
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     shown = {
         name.strip("`"): [int(cell.replace(",", "")) for cell in cells] for name, *cells in rows

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kvx/kvx_abi.h"
-#include "kvx/validate.h"
+#include "kvx/src/validate.h"
 
 namespace kvx {
 

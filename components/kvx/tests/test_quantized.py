@@ -10,9 +10,10 @@ from reference import codecs
 from reference.layout import param_bytes, payload_bytes, scale_bytes
 from reference.quality import rotate_rows
 
+from lmdeploy._turbomind import KvFormat
 from lmdeploy.kvx import abi, adapters, check, library
 
-MODES = dict(zip(codecs.MODES, map(abi.TmMode, (0, 1, 3, 4, 6, 2, 5)), strict=True))
+MODES = {name: abi.TmMode(KvFormat[name].value) for name in codecs.MODES}
 DTYPES = {"float16": abi.Dtype.F16, "bfloat16": abi.Dtype.BF16, "float32": abi.Dtype.F32}
 BLOCKS, BLOCK, HEADS, DIM = 3, 16, 2, 64
 TOKENS = 20

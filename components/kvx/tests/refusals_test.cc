@@ -10,8 +10,8 @@
 #include <string>
 #include <thread>
 
-#include "kvx/kvx_fixture.h"
-#include "kvx/status.h"
+#include "kvx/src/status.h"
+#include "kvx/tests/kvx_fixture.h"
 
 namespace kvx {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kvx/kvx_abi.h"
-#include "kvx/validate.h"
+#include "kvx/src/validate.h"
 #include "turbomind/backend/cpu/row_kernels.h"
 
 namespace kvx {

@@ -1,1 +1,0 @@
-"""Puts this folder on the import path: tests import the specification as `reference`."""
