@@ -84,6 +84,8 @@ def conversation_of(
     Raise ApiError or OptionError for a wrong field.
     """
     skipped: list[str] = []
+    if not isinstance(given, str):
+        given = _with_references(state, given, owner=owner)
     messages = input_messages(given, skipped=skipped)
     items = with_ids([{"role": "user", "content": given}] if isinstance(given, str) else given)
     if request.previous_response_id is not None:
@@ -112,6 +114,31 @@ def _previous(state: ServerState, name: str, *, owner: str) -> list[Item]:
             404, message, param="previous_response_id", code="previous_response_not_found"
         )
     return found.read_conversation()
+
+
+def _with_references(state: ServerState, items: Sequence[Item], *, owner: str) -> list[Item]:
+    """Return input items with the output items of stored responses in place of references.
+
+    Each may be referred to once, so that a short request does not become a long prompt.
+    """
+    seen: set[str] = set()
+    result = []
+    for index, item in enumerate(items):
+        kind = item.get("type") or (None if item.keys() <= {"id", "type"} else "message")
+        if kind in (None, "item_reference"):
+            name, item_id = f"input[{index}].id", item.get("id")
+            if not isinstance(item_id, str) or item_id in seen:
+                raise refuse(
+                    name, item_id, wanted="the id of an item that is not referred to twice"
+                )
+            seen.add(item_id)
+            found = state.responses.get_item(item_id, owner=owner)
+            if found is None:
+                message = f"{name} is {show(item_id)}, but no stored response has such an item."
+                raise ApiError(404, message, param=name)
+            item = found
+        result.append(item)
+    return result
 
 
 def input_messages(items: str | list[Item], *, skipped: list[str]) -> list[dict[str, Any]]:

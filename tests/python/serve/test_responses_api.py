@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -106,6 +107,28 @@ def test_responses_are_visible_only_to_the_key_that_made_them(client: openai.Ope
         with pytest.raises(openai.NotFoundError):
             use()
     assert client.responses.retrieve(made.id).id == made.id
+
+
+def test_responses_items_are_continued_by_reference(client: openai.OpenAI) -> None:
+    question: Any = {"role": "user", "content": "Weather?"}
+    first = client.responses.create(model="m", input=[question], tools=[TOOL])
+    call = first.output[-1]
+    assert call.type == "function_call"
+    references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
+    by_id = [question, *references, result]
+    whole: Any = [question, *first.output, result]
+    texts = [client.responses.create(model="m", input=i).output_text for i in (by_id, whole)]
+    assert texts[0] == texts[1] and "I look." in texts[0]
+    assert client.responses.create(model="m", input=[{"id": first.output[1].id}, question])
+    other = client.with_options(api_key="y")
+    with pytest.raises(openai.NotFoundError, match=r"input\[1\].id"):
+        other.responses.create(model="m", input=by_id)
+    with pytest.raises(openai.BadRequestError, match="twice"):
+        client.responses.create(model="m", input=[*references, *references])
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no stored response"):
+        client.responses.input_tokens.count(input=by_id)
 
 
 def test_responses_that_are_not_stored_cannot_be_continued(client: openai.OpenAI) -> None:
@@ -252,7 +275,7 @@ def test_responses_body_repeats_the_request_and_has_every_field(url: str) -> Non
     ("change", "param", "text"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "is 'web_search'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": 1}]}, "input[0].id", "is 1"),
         ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0].type", "is None"),
         ({"background": True}, "background", "is true"),
         ({"conversation": "conv_1"}, "conversation", "is not supported"),
@@ -273,7 +296,8 @@ def test_responses_invalid_field_is_named_in_the_error(
 
 
 def stored(name: str, owner: str = "a", size: int = 10) -> StoredResponse:
-    return StoredResponse.of(owner, {"id": name, "text": "x" * size}, input_items=[])
+    body = {"id": name, "text": "x" * size, "output": []}
+    return StoredResponse.of(owner, body, input_items=[])
 
 
 def test_response_store_is_bounded_by_entries_bytes_and_age(
@@ -415,13 +439,18 @@ def test_response_store_counts_the_memory_that_it_takes() -> None:
     tracemalloc.start()
     store = ResponseStore()
     for i in range(20):
-        store.add(StoredResponse.of("a", {"id": str(i), "output": []}, input_items=items))
+        output = [{"id": secrets.token_hex(18), "type": "message"} for _ in range(2000)]
+        store.add(StoredResponse.of("a", {"id": str(i), "output": output}, input_items=items))
+    del output
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     taken -= sys.getsizeof(items)
     assert 0.9 * taken < store.num_bytes < 1.1 * taken
-    (first, *_), number = store.get("3", owner="a").read_conversation(), len(items)
-    assert first == items[0] and number == 10_000
+    found = store.get("3", owner="a").read_conversation()
+    assert found[0] == items[0] and len(found) == 12_000
+    for i in range(20):
+        store.remove(str(i), owner="a")
+    assert not store._response_ids and store.num_bytes == 0
 
 
 def test_owner_of_a_response_is_the_key_in_any_header(client: openai.OpenAI, url: str) -> None:
