@@ -26,8 +26,8 @@ class StoredResponse:
     Python's objects would take up to 25 times as many bytes. zlib would make the JSON of text three
     times smaller, but it stops other requests for up to 1.6 s while it compresses 32 MiB.
 
-    `owner` is the hash of the key that made the response. `output_items` has the JSON of each output
-    item by its id.
+    `owner` is the hash of the key that made the response. `output_items` has the JSON of the output
+    items by their ids.
     """
 
     owner: str

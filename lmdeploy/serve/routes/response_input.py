@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lmdeploy.base.checks import OptionError, refuse, show
@@ -182,7 +182,8 @@ def _add_item(messages: list[dict[str, Any]], name: str, *, item: Item) -> None:
         arguments = item.get("arguments")
         if kind == "custom_tool_call":  # its input is text
             arguments = {"input": _text(f"{name}.input", item.get("input"))}
-        function = {"name": item.get("name"), "arguments": arguments}
+        called = function_name(item.get("name"), item.get("namespace"))
+        function = {"name": called, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -215,17 +216,47 @@ def _text(name: str, content: Any) -> str:
     return "".join(texts)
 
 
+def function_name(name: Any, namespace: Any) -> Any:
+    """Return the name of a function as the model sees it, which includes its namespace."""
+    if isinstance(name, str) and isinstance(namespace, str):
+        return f"{namespace}__{name}"
+    return name
+
+
+def with_namespaces(tools: Sequence[Item]) -> Iterator[Item]:
+    """Yield tools, with those in a namespace, which clients run, in its place.
+
+    Each of these has its `namespace`. The description of the namespace is part of the first one's.
+
+    Raise OptionError for a wrong namespace.
+    """
+    for index, tool in enumerate(tools):
+        if tool.get("type") != "namespace":
+            yield tool
+            continue
+        namespace, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(namespace, str):
+            raise refuse(f"tools[{index}].name", namespace, wanted="a string")
+        if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            raise refuse(f"tools[{index}].tools", inner, wanted="a list of tools")
+        introduction = tool.get("description")
+        for one in inner:
+            texts = [text for text in (introduction, one.get("description")) if text]
+            yield {**one, "namespace": namespace, "description": _BETWEEN.join(map(str, texts))}
+            introduction = None
+
+
 def _tools(tools: Sequence[Item], *, skipped: list[str]) -> list[Item]:
     """Return tools in the form of chat completions."""
-    kept = runnable_tools(tools, lambda kind: kind == "function", skipped=skipped)
-    keys = ("name", "description", "parameters", "strict")
-    return [
-        {
-            "type": "function",
-            "function": {key: tool[key] for key in keys if tool.get(key) is not None},
-        }
-        for tool in kept
-    ]
+    each = list(with_namespaces(tools))
+    kept = runnable_tools(each, lambda kind: kind == "function", skipped=skipped)
+    keys = ("description", "parameters", "strict")
+    result = []
+    for tool in kept:
+        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        function["name"] = function_name(tool.get("name"), tool.get("namespace"))
+        result.append({"type": "function", "function": function})
+    return result
 
 
 def _tool_choice(choice: str | Item | None) -> str | Item | None:

@@ -29,7 +29,9 @@ from lmdeploy.serve.routes.response_input import (
     Item,
     ResponseFields,
     conversation_of,
+    function_name,
     page_of_items,
+    with_namespaces,
 )
 from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import Items, SamplingFields, Texts, Unsupported
@@ -119,8 +121,12 @@ class _Output:
     """The output items of a response so far.
 
     The next text of a message gets the pending log probabilities, which cover all tokens.
+
+    Args:
+        names: name of a function as the model sees it → the fields of a call of it.
     """
 
+    names: dict[str, Item] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
     is_open: bool = False  # the last item may still grow
     pending: list[Item] = field(default_factory=list)
@@ -135,7 +141,8 @@ class _Output:
         for call in piece.tool_calls or []:
             if call.function.name:
                 yield from self.close()
-                item = _item("function_call", "fc", call_id=call.id, name=call.function.name)
+                name = self.names.get(call.function.name, {"name": call.function.name})
+                item = _item("function_call", "fc", call_id=call.id, **name)
                 yield from self._open({**item, "arguments": ""})
             if call.function.arguments:
                 self.items[-1]["arguments"] += call.function.arguments
@@ -199,6 +206,18 @@ def _item(kind: str, prefix: str, **fields: Any) -> Item:
     return {"id": item_id, "type": kind, "status": "in_progress", **fields}
 
 
+def _names(tools: Sequence[Item]) -> dict[str, Item]:
+    """Return the fields of a call of each tool that is in a namespace."""
+    return {
+        function_name(tool["name"], tool["namespace"]): {
+            "name": tool["name"],
+            "namespace": tool["namespace"],
+        }
+        for tool in with_namespaces(tools)
+        if tool.get("type") == "function" and isinstance(tool.get("namespace"), str)
+    }
+
+
 def _part(kind: str, text: str) -> Item:
     if kind == "message":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -217,7 +236,7 @@ class ResponsesReply:
         self._request = request
         self.response_id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
-        self._output = _Output()
+        self._output = _Output(_names(request.tools or []))
         self._usage = Usage()
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:

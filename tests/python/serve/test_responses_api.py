@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from serving import serving
-from test_messages_api import ANSWER, make
+from test_messages_api import ANSWER, CALL, make
 
 from lmdeploy.serve.http import response_store
 from lmdeploy.serve.http.response_store import ResponseStore, StoredResponse
@@ -351,7 +351,7 @@ def test_responses_history_with_text_between_calls_is_one_turn(client: openai.Op
 HOSTED: list[dict[str, Any]] = [
     {"type": "web_search", "external_web_access": True},
     {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-    {"type": "namespace", "name": "mcp__files", "tools": []},
+    {"type": "namespace", "name": "files", "tools": [{"type": "custom"}]},
     {"type": "image_generation"},
     {"type": "local_shell"},
     {"type": "tool_search"},
@@ -383,9 +383,41 @@ def test_responses_tools_of_other_providers_are_skipped(url: str, client: openai
     assert count_of(url, "request_skipped_tools_total") == before + 4 * len(HOSTED)
 
 
+def test_responses_functions_in_a_namespace_are_called_by_both_names() -> None:
+    inner = {"type": "function", "name": "read", "description": "Read.", "parameters": {}}
+    space = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [inner]}
+    call = CALL.replace("get_weather", "mcp__files__read")
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return call if prompt.endswith("Read it.\n<assistant>") else "done"
+
+    question: Any = {"role": "user", "content": "Read it."}
+    engine = make(reply)
+    engine.loaded.cpp_engine.cache_tokens = 4096
+    with serving(engine) as own:
+        client = openai.OpenAI(base_url=f"{own}/v1", api_key="x", max_retries=0)
+        tools: Any = [space, TOOL]
+        made = client.responses.create(model="m", input=[question], tools=tools)
+        with client.responses.stream(model="m", input=[question], tools=tools) as stream:
+            streamed = stream.get_final_response()
+        for response in (streamed, made):
+            (found,) = response.output
+            assert found.type == "function_call"
+            assert (found.name, found.namespace) == ("read", "mcp__files")
+        assert "mcp__files__read" in prompts[0] and "Files." in prompts[0]
+        result = {"type": "function_call_output", "call_id": found.call_id, "output": "text"}
+        history: Any = [question, *made.output, result]
+        assert client.responses.create(model="m", input=history, tools=tools).output_text == "done"
+        assert call in prompts[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
+        ({"tools": [{"type": "namespace", "tools": []}, TOOL]}, "tools[0].name"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [1]}]}, "tools[1].tools"),
         ({"tools": HOSTED[:2]}, "tools[0].type"),
         ({"tools": [*HOSTED, TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         (
