@@ -27,6 +27,7 @@ ITEM_QUERY: list[Item] = [
     )
 ]
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_SUMMARIES = ("auto", "concise", "detailed", None)
 # Type of an item → the beginning of its id.
 _PREFIXES = {
     "message": "msg",
@@ -66,6 +67,15 @@ class ResponseFields(ApiRequest):
         if not isinstance(effort, (str, type(None))):
             raise refuse("reasoning.effort", effort, wanted="a string")
         return effort
+
+    @property
+    def summary(self) -> str | None:
+        """Return the kind of summary of the reasoning that is wanted."""
+        reasoning = self.reasoning or {}
+        summary = reasoning.get("summary") or reasoning.get("generate_summary")
+        if summary not in _SUMMARIES:
+            raise refuse("reasoning.summary", summary, wanted="auto, concise or detailed")
+        return summary
 
 
 def conversation_of(

@@ -74,6 +74,27 @@ def test_responses_streamed_events_join_to_the_whole(client: openai.OpenAI) -> N
     assert text == "I look."
 
 
+def test_responses_reasoning_is_its_own_summary_if_one_is_wanted(client: openai.OpenAI) -> None:
+    ask: Any = {
+        "model": "m",
+        "input": "Weather?",
+        "tools": [TOOL],
+        "reasoning": {"summary": "auto"},
+    }
+    whole = client.responses.create(**ask)
+    with client.responses.stream(**ask) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        check(response)
+        assert response.reasoning is not None and response.reasoning.summary == "auto"
+        assert [part.text for part in response.output[0].summary] == ["Hm."]  # type: ignore[union-attr]
+    parts = [event for event in events if "reasoning_summary" in event.type]
+    assert "".join(e.delta for e in parts if e.type.endswith("text.delta")) == "Hm."
+    kinds = [event.type.removeprefix("response.reasoning_summary_") for event in parts]
+    assert kinds[0] == "part.added" and kinds[-2:] == ["text.done", "part.done"]
+
+
 def test_responses_previous_response_is_continued(client: openai.OpenAI) -> None:
     first = client.responses.create(model="m", input="Weather?", tools=[TOOL])
     (call_id,) = [item.call_id for item in first.output if item.type == "function_call"]
@@ -282,6 +303,7 @@ def test_responses_body_repeats_the_request_and_has_every_field(url: str) -> Non
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "is not supported"),
         ({"guided_regex": "a+"}, "guided_regex", "is not supported"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort", "is 3"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "is 'long'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),
         ({"input": []}, "input", "is []"),
     ],
