@@ -43,7 +43,8 @@ _SKIPPED_ITEMS = (
     *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
     *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
     *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
-    *("tool_search_call", "tool_search_output", "compaction", "ghost_snapshot"),
+    *("tool_search_call", "tool_search_output", "program", "program_output", "ghost_snapshot"),
+    *("compaction", "compaction_summary", "context_compaction"),
 )
 _BETWEEN = "\n\n"  # of texts that become one message
 

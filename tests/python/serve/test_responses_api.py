@@ -351,6 +351,7 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "assistant", "content": [{"type": "output_text", "text": "text B"}]},
     {"type": "custom_tool_call", "call_id": "b", "name": "second", "input": "free text"},
     {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+    {"type": "compaction_summary", "encrypted_content": "x"},
     {"type": "function_call_output", "call_id": "a", "output": "result a"},
     {"type": "custom_tool_call_output", "call_id": "b", "output": "result b"},
 ]
