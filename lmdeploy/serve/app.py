@@ -16,6 +16,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
@@ -93,6 +94,7 @@ def make_app(
         openapi_url=None if options.disable_fastapi_docs else "/openapi.json",
     )
     _add_errors(app)
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(
         AuthMiddleware,
         api_keys=options.api_keys,
@@ -106,6 +108,19 @@ def make_app(
         app.include_router(router)
     _describe_api(app, has_keys=bool(options.api_keys))
     return app
+
+
+class HeadMiddleware:
+    """Answers HEAD as GET. uvicorn leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope.get("method") == "HEAD" and "HEAD" in _methods_of(scope["path"]):
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 def _check_origins(app: FastAPI, options: ServerOptions) -> None:
@@ -157,9 +172,15 @@ def _routes() -> list[APIRoute]:
 
 
 def _methods_of(path: str) -> list[str]:
-    """Return the methods that a path accepts. FastAPI names those of one route only."""
+    """Return the methods that a path accepts. FastAPI names those of one route only.
+
+    A path that accepts both GET and POST acts, so that it does not accept HEAD.
+    """
     found = [route.methods or () for route in _routes() if route.path_regex.match(path)]
-    return sorted({method for methods in found for method in methods})
+    methods = {method for methods in found for method in methods}
+    if "GET" in methods and "POST" not in methods:
+        methods.add("HEAD")
+    return sorted(methods)
 
 
 def _describe_api(app: FastAPI, *, has_keys: bool) -> None:

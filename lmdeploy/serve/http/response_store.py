@@ -16,6 +16,7 @@ MAX_ENTRIES = 4096
 MAX_BYTES = 256 << 20
 MAX_AGE_SECONDS = 24 * 3600
 _ENTRY_BYTES = 1024  # of an entry besides its JSON
+_ITEM_BYTES = 192  # of an output item besides its JSON
 
 
 @dataclass(frozen=True)
@@ -25,25 +26,29 @@ class StoredResponse:
     Python's objects would take up to 25 times as many bytes. zlib would make the JSON of text three
     times smaller, but it stops other requests for up to 1.6 s while it compresses 32 MiB.
 
-    `owner` is the hash of the key that made the response.
+    `owner` is the hash of the key that made the response. `output_items` has the JSON of the output
+    items by their ids.
     """
 
     owner: str
     response_id: str
     body: bytes
     input_items: bytes
+    output_items: dict[str, bytes]
 
     @classmethod
     def of(
         cls, owner: str, body: dict[str, Any], *, input_items: Sequence[dict[str, Any]]
     ) -> StoredResponse:
         """Return the response with this body."""
-        return cls(owner, body["id"], json_bytes(body), json_bytes(list(input_items)))
+        output = {item["id"]: json_bytes(item) for item in body["output"]}
+        return cls(owner, body["id"], json_bytes(body), json_bytes(list(input_items)), output)
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes that the response takes in memory."""
-        return len(self.body) + len(self.input_items) + _ENTRY_BYTES
+        output = sum(len(item) + _ITEM_BYTES for item in self.output_items.values())
+        return len(self.body) + len(self.input_items) + output + _ENTRY_BYTES
 
     def read_input_items(self) -> list[dict[str, Any]]:
         """Return the input items."""
@@ -52,7 +57,7 @@ class StoredResponse:
 
     def read_conversation(self) -> list[dict[str, Any]]:
         """Return the input items and those of the output."""
-        return [*self.read_input_items(), *json.loads(self.body)["output"]]
+        return [*self.read_input_items(), *map(json.loads, self.output_items.values())]
 
 
 class ResponseStore:
@@ -65,6 +70,7 @@ class ResponseStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()
+        self._response_ids: dict[str, str] = {}  # id of an output item → id of its response
         # Owner → its ids, from the oldest, and the bytes of its entries.
         self._ids: dict[str, OrderedDict[str, None]] = {}
         self._owner_bytes: dict[str, int] = {}
@@ -85,6 +91,7 @@ class ResponseStore:
         owner, response_id = response.owner, response.response_id
         with self._lock:
             self._entries[response_id] = (self._clock(), response)
+            self._response_ids.update(dict.fromkeys(response.output_items, response_id))
             self._ids.setdefault(owner, OrderedDict())[response_id] = None
             self._owner_bytes[owner] = self._owner_bytes.get(owner, 0) + response.num_bytes
             self._prune()
@@ -95,6 +102,15 @@ class ResponseStore:
             self._prune()
             found = self._entries.get(response_id)
         return found[1] if found is not None and found[1].owner == owner else None
+
+    def get_item(self, item_id: str, *, owner: str) -> dict[str, Any] | None:
+        """Return an output item of a response of `owner`, or None."""
+        with self._lock:
+            response = self.get(self._response_ids.get(item_id, ""), owner=owner)
+        if response is None:
+            return None
+        item: dict[str, Any] = json.loads(response.output_items[item_id])
+        return item
 
     def remove(self, response_id: str, *, owner: str) -> bool:
         """Remove a response of `owner`. Return whether there was one."""
@@ -118,6 +134,8 @@ class ResponseStore:
 
     def _drop(self, response_id: str) -> None:
         response = self._entries.pop(response_id)[1]
+        for item_id in response.output_items:
+            del self._response_ids[item_id]
         owner = response.owner
         self._owner_bytes[owner] -= response.num_bytes
         del self._ids[owner][response_id]

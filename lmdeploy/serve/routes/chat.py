@@ -234,7 +234,7 @@ class ChatReply:
         choice = {
             "index": job.index,
             "delta": delta,
-            "logprobs": None if piece is None else self._logprobs(piece),
+            "logprobs": self._logprobs(piece) if piece is not None and piece.token_ids else None,
             "finish_reason": None if piece is None else piece.finish_reason,
             **({} if piece is None else self._tokens(piece)),
         }

@@ -94,7 +94,10 @@ class CompletionReply:
                 held.setdefault(job.index, []).append(chunk)
                 return
             chunk = join_pieces([*held.pop(job.index, ()), chunk])
-            body = {**self._head(), "choices": [self._choice(job, chunk)]}
+            choice = self._choice(job, chunk)
+            if choice["logprobs"] and not choice["logprobs"]["tokens"]:
+                choice["logprobs"] = None
+            body = {**self._head(), "choices": [choice]}
             yield {**body, "usage": None} if wanted else body
 
         def last() -> Iterator[EventJson]:

@@ -205,7 +205,7 @@ def _messages_of(name: str, message: dict[str, Any]) -> Iterator[dict[str, Any]]
             yield {
                 "role": "tool",
                 "tool_call_id": _string(where, block, key="tool_use_id"),
-                "content": _text(where, block.get("content") or ""),
+                "content": _result_text(where, block.get("content") or ""),
             }
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -238,6 +238,18 @@ def _text(name: str, content: Any) -> str:
             raise refuse(where, block, wanted="a text block")
         parts.append(_string(where, block, key="text"))
     return "".join(parts)
+
+
+def _result_text(name: str, content: Any) -> str:
+    """Return the text of a tool's result. A tool that was searched for becomes a line."""
+    if isinstance(content, list):
+        content = [
+            {"type": "text", "text": _string(name, block, key="tool_name") + "\n"}
+            if isinstance(block, dict) and block.get("type") == "tool_reference"
+            else block
+            for block in content
+        ]
+    return _text(name, content)
 
 
 def _string(name: str, block: dict[str, Any], *, key: str) -> str:

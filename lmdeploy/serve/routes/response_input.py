@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lmdeploy.base.checks import OptionError, refuse, show
@@ -27,6 +27,7 @@ ITEM_QUERY: list[Item] = [
     )
 ]
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_SUMMARIES = ("auto", "concise", "detailed", None)
 # Type of an item → the beginning of its id.
 _PREFIXES = {
     "message": "msg",
@@ -42,7 +43,8 @@ _SKIPPED_ITEMS = (
     *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
     *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
     *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
-    *("tool_search_call", "tool_search_output", "compaction", "ghost_snapshot"),
+    *("tool_search_call", "tool_search_output", "program", "program_output", "ghost_snapshot"),
+    *("compaction", "compaction_summary", "context_compaction"),
 )
 _BETWEEN = "\n\n"  # of texts that become one message
 
@@ -67,6 +69,15 @@ class ResponseFields(ApiRequest):
             raise refuse("reasoning.effort", effort, wanted="a string")
         return effort
 
+    @property
+    def summary(self) -> str | None:
+        """Return the kind of summary of the reasoning that is wanted."""
+        reasoning = self.reasoning or {}
+        summary = reasoning.get("summary") or reasoning.get("generate_summary")
+        if summary not in _SUMMARIES:
+            raise refuse("reasoning.summary", summary, wanted="auto, concise or detailed")
+        return summary
+
 
 def conversation_of(
     state: ServerState, request: ResponseFields, *, given: str | list[Item], owner: str
@@ -84,6 +95,8 @@ def conversation_of(
     Raise ApiError or OptionError for a wrong field.
     """
     skipped: list[str] = []
+    if not isinstance(given, str):
+        given = _with_references(state, given, owner=owner)
     messages = input_messages(given, skipped=skipped)
     items = with_ids([{"role": "user", "content": given}] if isinstance(given, str) else given)
     if request.previous_response_id is not None:
@@ -112,6 +125,31 @@ def _previous(state: ServerState, name: str, *, owner: str) -> list[Item]:
             404, message, param="previous_response_id", code="previous_response_not_found"
         )
     return found.read_conversation()
+
+
+def _with_references(state: ServerState, items: Sequence[Item], *, owner: str) -> list[Item]:
+    """Return input items with the output items of stored responses in place of references.
+
+    Each may be referred to once, so that a short request does not become a long prompt.
+    """
+    seen: set[str] = set()
+    result = []
+    for index, item in enumerate(items):
+        kind = item.get("type") or (None if item.keys() <= {"id", "type"} else "message")
+        if kind in (None, "item_reference"):
+            name, item_id = f"input[{index}].id", item.get("id")
+            if not isinstance(item_id, str) or item_id in seen:
+                raise refuse(
+                    name, item_id, wanted="the id of an item that is not referred to twice"
+                )
+            seen.add(item_id)
+            found = state.responses.get_item(item_id, owner=owner)
+            if found is None:
+                message = f"{name} is {show(item_id)}, but no stored response has such an item."
+                raise ApiError(404, message, param=name)
+            item = found
+        result.append(item)
+    return result
 
 
 def input_messages(items: str | list[Item], *, skipped: list[str]) -> list[dict[str, Any]]:
@@ -155,7 +193,8 @@ def _add_item(messages: list[dict[str, Any]], name: str, *, item: Item) -> None:
         arguments = item.get("arguments")
         if kind == "custom_tool_call":  # its input is text
             arguments = {"input": _text(f"{name}.input", item.get("input"))}
-        function = {"name": item.get("name"), "arguments": arguments}
+        called = function_name(item.get("name"), item.get("namespace"))
+        function = {"name": called, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -188,17 +227,47 @@ def _text(name: str, content: Any) -> str:
     return "".join(texts)
 
 
+def function_name(name: Any, namespace: Any) -> Any:
+    """Return the name of a function as the model sees it, which includes its namespace."""
+    if isinstance(name, str) and isinstance(namespace, str):
+        return f"{namespace}__{name}"
+    return name
+
+
+def with_namespaces(tools: Sequence[Item]) -> Iterator[Item]:
+    """Yield tools, with those in a namespace, which clients run, in its place.
+
+    Each of these has its `namespace`. The description of the namespace is part of the first one's.
+
+    Raise OptionError for a wrong namespace.
+    """
+    for index, tool in enumerate(tools):
+        if tool.get("type") != "namespace":
+            yield tool
+            continue
+        namespace, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(namespace, str):
+            raise refuse(f"tools[{index}].name", namespace, wanted="a string")
+        if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            raise refuse(f"tools[{index}].tools", inner, wanted="a list of tools")
+        introduction = tool.get("description")
+        for one in inner:
+            texts = [text for text in (introduction, one.get("description")) if text]
+            yield {**one, "namespace": namespace, "description": _BETWEEN.join(map(str, texts))}
+            introduction = None
+
+
 def _tools(tools: Sequence[Item], *, skipped: list[str]) -> list[Item]:
     """Return tools in the form of chat completions."""
-    kept = runnable_tools(tools, lambda kind: kind == "function", skipped=skipped)
-    keys = ("name", "description", "parameters", "strict")
-    return [
-        {
-            "type": "function",
-            "function": {key: tool[key] for key in keys if tool.get(key) is not None},
-        }
-        for tool in kept
-    ]
+    each = list(with_namespaces(tools))
+    kept = runnable_tools(each, lambda kind: kind == "function", skipped=skipped)
+    keys = ("description", "parameters", "strict")
+    result = []
+    for tool in kept:
+        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        function["name"] = function_name(tool.get("name"), tool.get("namespace"))
+        result.append({"type": "function", "function": function})
+    return result
 
 
 def _tool_choice(choice: str | Item | None) -> str | Item | None:

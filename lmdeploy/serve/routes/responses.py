@@ -29,7 +29,9 @@ from lmdeploy.serve.routes.response_input import (
     Item,
     ResponseFields,
     conversation_of,
+    function_name,
     page_of_items,
+    with_namespaces,
 )
 from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import Items, SamplingFields, Texts, Unsupported
@@ -119,8 +121,14 @@ class _Output:
     """The output items of a response so far.
 
     The next text of a message gets the pending log probabilities, which cover all tokens.
+
+    Args:
+        names: name of a function as the model sees it → the fields of a call of it.
+        has_summaries: the reasoning is its own summary, too. Some clients show only summaries.
     """
 
+    names: dict[str, Item]
+    has_summaries: bool
     items: list[Item] = field(default_factory=list)
     is_open: bool = False  # the last item may still grow
     pending: list[Item] = field(default_factory=list)
@@ -135,7 +143,8 @@ class _Output:
         for call in piece.tool_calls or []:
             if call.function.name:
                 yield from self.close()
-                item = _item("function_call", "fc", call_id=call.id, name=call.function.name)
+                name = self.names.get(call.function.name, {"name": call.function.name})
+                item = _item("function_call", "fc", call_id=call.id, **name)
                 yield from self._open({**item, "arguments": ""})
             if call.function.arguments:
                 self.items[-1]["arguments"] += call.function.arguments
@@ -151,9 +160,11 @@ class _Output:
             part = _part(kind, "")
             yield self._event("content_part.added", content_index=0, part=part)
             self.items[-1]["content"] = [{**part}]
+            yield from self._summary("part.added", part={"type": "summary_text", "text": ""})
         self.items[-1]["content"][0]["text"] += text
         also: Item = {"logprobs": self._take_logprobs()} if kind == "message" else {}
         yield self._event(f"{_name(kind)}.delta", content_index=0, delta=text, **also)
+        yield from self._summary("text.delta", delta=text)
 
     def _take_logprobs(self) -> list[Item]:
         """Add the pending log probabilities to the open message, and return them."""
@@ -186,8 +197,18 @@ class _Output:
             name = f"{_name(item['type'])}.done"
             yield self._event(name, content_index=0, text=part["text"], **more)
             yield self._event("content_part.done", content_index=0, part=part)
+            summary = {"type": "summary_text", "text": part["text"]}
+            if self.has_summaries and item["type"] == "reasoning":
+                item["summary"] = [summary]
+            yield from self._summary("text.done", text=part["text"])
+            yield from self._summary("part.done", part=summary)
         index = len(self.items) - 1
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+    def _summary(self, event: str, **fields: Any) -> Iterator[EventJson]:
+        """Yield an event of the summary, if the last item has one."""
+        if self.has_summaries and self.items[-1]["type"] == "reasoning":
+            yield self._event(f"reasoning_summary_{event}", summary_index=0, **fields)
 
     def _event(self, event: str, **fields: Any) -> EventJson:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -197,6 +218,18 @@ class _Output:
 def _item(kind: str, prefix: str, **fields: Any) -> Item:
     item_id = f"{prefix}_{secrets.token_hex(16)}"
     return {"id": item_id, "type": kind, "status": "in_progress", **fields}
+
+
+def _names(tools: Sequence[Item]) -> dict[str, Item]:
+    """Return the fields of a call of each tool that is in a namespace."""
+    return {
+        function_name(tool["name"], tool["namespace"]): {
+            "name": tool["name"],
+            "namespace": tool["namespace"],
+        }
+        for tool in with_namespaces(tools)
+        if tool.get("type") == "function" and isinstance(tool.get("namespace"), str)
+    }
 
 
 def _part(kind: str, text: str) -> Item:
@@ -217,7 +250,7 @@ class ResponsesReply:
         self._request = request
         self.response_id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
-        self._output = _Output()
+        self._output = _Output(_names(request.tools or []), request.summary is not None)
         self._usage = Usage()
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -324,7 +357,7 @@ class ResponsesReply:
             "presence_penalty": request.presence_penalty or 0.0,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
-            "reasoning": {"effort": request.effort, "summary": None},
+            "reasoning": {"effort": request.effort, "summary": request.summary},
             "safety_identifier": request.safety_identifier,
             "service_tier": "default",
             "store": request.store is not False,

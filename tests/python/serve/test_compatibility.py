@@ -291,6 +291,17 @@ def test_completion_and_generate_streams_end_with_an_empty_chunk(url, max_tokens
     assert last["meta_info"]["finish_reason"] == {"type": reason}
 
 
+@pytest.mark.parametrize(
+    "body", [{**CHAT, "logprobs": True}, {**COMPLETION, "logprobs": 1}], ids=["chat", "completion"]
+)
+def test_stream_chunks_without_tokens_have_no_logprobs(url, body):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    choices = [chunk["choices"][0] for chunk in chunks_of(url, path, {**body, "max_tokens": 3})]
+    assert choices[-1]["logprobs"] is None
+    entries = [c["logprobs"] for c in choices if c["logprobs"] is not None]
+    assert sum(len(e.get("content") or e.get("tokens")) for e in entries) == 3
+
+
 def test_chat_message_has_null_refusal_and_reasoning(url):
     message = post(url, "/v1/chat/completions", CHAT).json()["choices"][0]["message"]
     expected = {"role": "assistant", "content": ANSWER, "refusal": None, "reasoning_content": None}

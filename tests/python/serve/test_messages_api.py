@@ -262,6 +262,23 @@ def test_messages_blocks_of_the_providers_tools_are_skipped(client: anthropic.An
     assert "I search." in shown.content[0].text
 
 
+def test_messages_found_tools_are_named_in_the_result_of_a_search(
+    client: anthropic.Anthropic,
+) -> None:
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("Bash", "Read")]
+    call = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}
+    messages: Any = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": [call]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t", "content": found}],
+        },
+    ]
+    shown: Any = client.messages.create(model="m", max_tokens=200, messages=messages)
+    assert "Bash\nRead" in shown.content[0].text
+
+
 def test_messages_calls_of_neighboring_answers_have_results(client: anthropic.Anthropic) -> None:
     def call(name: str) -> Any:
         block = {"type": "tool_use", "id": name, "name": name, "input": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import httpx
 import openai
 import pytest
 from serving import serving
-from test_messages_api import ANSWER, make
+from test_messages_api import ANSWER, CALL, make
 
 from lmdeploy.serve.http import response_store
 from lmdeploy.serve.http.response_store import ResponseStore, StoredResponse
@@ -73,6 +74,27 @@ def test_responses_streamed_events_join_to_the_whole(client: openai.OpenAI) -> N
     assert text == "I look."
 
 
+def test_responses_reasoning_is_its_own_summary_if_one_is_wanted(client: openai.OpenAI) -> None:
+    ask: Any = {
+        "model": "m",
+        "input": "Weather?",
+        "tools": [TOOL],
+        "reasoning": {"summary": "auto"},
+    }
+    whole = client.responses.create(**ask)
+    with client.responses.stream(**ask) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        check(response)
+        assert response.reasoning is not None and response.reasoning.summary == "auto"
+        assert [part.text for part in response.output[0].summary] == ["Hm."]  # type: ignore[union-attr]
+    parts = [event for event in events if "reasoning_summary" in event.type]
+    assert "".join(e.delta for e in parts if e.type.endswith("text.delta")) == "Hm."
+    kinds = [event.type.removeprefix("response.reasoning_summary_") for event in parts]
+    assert kinds[0] == "part.added" and kinds[-2:] == ["text.done", "part.done"]
+
+
 def test_responses_previous_response_is_continued(client: openai.OpenAI) -> None:
     first = client.responses.create(model="m", input="Weather?", tools=[TOOL])
     (call_id,) = [item.call_id for item in first.output if item.type == "function_call"]
@@ -106,6 +128,28 @@ def test_responses_are_visible_only_to_the_key_that_made_them(client: openai.Ope
         with pytest.raises(openai.NotFoundError):
             use()
     assert client.responses.retrieve(made.id).id == made.id
+
+
+def test_responses_items_are_continued_by_reference(client: openai.OpenAI) -> None:
+    question: Any = {"role": "user", "content": "Weather?"}
+    first = client.responses.create(model="m", input=[question], tools=[TOOL])
+    call = first.output[-1]
+    assert call.type == "function_call"
+    references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
+    by_id = [question, *references, result]
+    whole: Any = [question, *first.output, result]
+    texts = [client.responses.create(model="m", input=i).output_text for i in (by_id, whole)]
+    assert texts[0] == texts[1] and "I look." in texts[0]
+    assert client.responses.create(model="m", input=[{"id": first.output[1].id}, question])
+    other = client.with_options(api_key="y")
+    with pytest.raises(openai.NotFoundError, match=r"input\[1\].id"):
+        other.responses.create(model="m", input=by_id)
+    with pytest.raises(openai.BadRequestError, match="twice"):
+        client.responses.create(model="m", input=[*references, *references])
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no stored response"):
+        client.responses.input_tokens.count(input=by_id)
 
 
 def test_responses_that_are_not_stored_cannot_be_continued(client: openai.OpenAI) -> None:
@@ -252,13 +296,14 @@ def test_responses_body_repeats_the_request_and_has_every_field(url: str) -> Non
     ("change", "param", "text"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "is 'web_search'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": 1}]}, "input[0].id", "is 1"),
         ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0].type", "is None"),
         ({"background": True}, "background", "is true"),
         ({"conversation": "conv_1"}, "conversation", "is not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "is not supported"),
         ({"guided_regex": "a+"}, "guided_regex", "is not supported"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort", "is 3"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "is 'long'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),
         ({"input": []}, "input", "is []"),
     ],
@@ -273,7 +318,8 @@ def test_responses_invalid_field_is_named_in_the_error(
 
 
 def stored(name: str, owner: str = "a", size: int = 10) -> StoredResponse:
-    return StoredResponse.of(owner, {"id": name, "text": "x" * size}, input_items=[])
+    body = {"id": name, "text": "x" * size, "output": []}
+    return StoredResponse.of(owner, body, input_items=[])
 
 
 def test_response_store_is_bounded_by_entries_bytes_and_age(
@@ -305,6 +351,7 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "assistant", "content": [{"type": "output_text", "text": "text B"}]},
     {"type": "custom_tool_call", "call_id": "b", "name": "second", "input": "free text"},
     {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+    {"type": "compaction_summary", "encrypted_content": "x"},
     {"type": "function_call_output", "call_id": "a", "output": "result a"},
     {"type": "custom_tool_call_output", "call_id": "b", "output": "result b"},
 ]
@@ -327,7 +374,7 @@ def test_responses_history_with_text_between_calls_is_one_turn(client: openai.Op
 HOSTED: list[dict[str, Any]] = [
     {"type": "web_search", "external_web_access": True},
     {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-    {"type": "namespace", "name": "mcp__files", "tools": []},
+    {"type": "namespace", "name": "files", "tools": [{"type": "custom"}]},
     {"type": "image_generation"},
     {"type": "local_shell"},
     {"type": "tool_search"},
@@ -359,9 +406,41 @@ def test_responses_tools_of_other_providers_are_skipped(url: str, client: openai
     assert count_of(url, "request_skipped_tools_total") == before + 4 * len(HOSTED)
 
 
+def test_responses_functions_in_a_namespace_are_called_by_both_names() -> None:
+    inner = {"type": "function", "name": "read", "description": "Read.", "parameters": {}}
+    space = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [inner]}
+    call = CALL.replace("get_weather", "mcp__files__read")
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return call if prompt.endswith("Read it.\n<assistant>") else "done"
+
+    question: Any = {"role": "user", "content": "Read it."}
+    engine = make(reply)
+    engine.loaded.cpp_engine.cache_tokens = 4096
+    with serving(engine) as own:
+        client = openai.OpenAI(base_url=f"{own}/v1", api_key="x", max_retries=0)
+        tools: Any = [space, TOOL]
+        made = client.responses.create(model="m", input=[question], tools=tools)
+        with client.responses.stream(model="m", input=[question], tools=tools) as stream:
+            streamed = stream.get_final_response()
+        for response in (streamed, made):
+            (found,) = response.output
+            assert found.type == "function_call"
+            assert (found.name, found.namespace) == ("read", "mcp__files")
+        assert "mcp__files__read" in prompts[0] and "Files." in prompts[0]
+        result = {"type": "function_call_output", "call_id": found.call_id, "output": "text"}
+        history: Any = [question, *made.output, result]
+        assert client.responses.create(model="m", input=history, tools=tools).output_text == "done"
+        assert call in prompts[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
+        ({"tools": [{"type": "namespace", "tools": []}, TOOL]}, "tools[0].name"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "n", "tools": [1]}]}, "tools[1].tools"),
         ({"tools": HOSTED[:2]}, "tools[0].type"),
         ({"tools": [*HOSTED, TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         (
@@ -415,13 +494,18 @@ def test_response_store_counts_the_memory_that_it_takes() -> None:
     tracemalloc.start()
     store = ResponseStore()
     for i in range(20):
-        store.add(StoredResponse.of("a", {"id": str(i), "output": []}, input_items=items))
+        output = [{"id": secrets.token_hex(18), "type": "message"} for _ in range(2000)]
+        store.add(StoredResponse.of("a", {"id": str(i), "output": output}, input_items=items))
+    del output
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     taken -= sys.getsizeof(items)
     assert 0.9 * taken < store.num_bytes < 1.1 * taken
-    (first, *_), number = store.get("3", owner="a").read_conversation(), len(items)
-    assert first == items[0] and number == 10_000
+    found = store.get("3", owner="a").read_conversation()
+    assert found[0] == items[0] and len(found) == 12_000
+    for i in range(20):
+        store.remove(str(i), owner="a")
+    assert not store._response_ids and store.num_bytes == 0
 
 
 def test_owner_of_a_response_is_the_key_in_any_header(client: openai.OpenAI, url: str) -> None:

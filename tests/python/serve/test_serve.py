@@ -104,7 +104,7 @@ def test_completions_stream_equals_whole_answer(client):
     for chunk in stream:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-            tokens[choice.index] += choice.logprobs.tokens
+            tokens[choice.index] += choice.logprobs.tokens if choice.logprobs else []
     assert texts == ["aYou said: A", "bYou said: B"] == ["".join(item) for item in tokens]
 
 
@@ -315,7 +315,21 @@ def test_server_unknown_path_or_method_lists_valid_ones(url):
     assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
     assert " Use POST." in reply.json()["error"]["message"]
     reply = httpx.put(f"{url}/v1/responses/resp_1")
-    assert (reply.status_code, reply.headers["allow"]) == (405, "DELETE, GET")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "DELETE, GET, HEAD")
+
+
+@pytest.mark.parametrize("path", ["/health", "/", "/v1/models", "/v1/models/m", "/metrics"])
+def test_server_answers_head_as_get_without_a_body(url, path):
+    head, get = httpx.head(f"{url}{path}"), httpx.get(f"{url}{path}")
+    assert (head.status_code, head.content) == (200, b"")
+    for name in ("content-type", "content-length") if path != "/metrics" else ("content-type",):
+        assert head.headers[name] == get.headers[name]
+
+
+@pytest.mark.parametrize("path", ["/terminate", "/v1/chat/completions"])
+def test_server_does_not_act_on_head(url, path):
+    reply = httpx.head(f"{url}{path}")
+    assert reply.status_code == 405 and "HEAD" not in reply.headers["allow"]
 
 
 def test_streams_are_not_buffered_by_proxies(url):
