@@ -137,7 +137,7 @@ def metric_table() -> str:
     for family in families:
         short = family.name.removeprefix("lmdeploy:")
         end = "_total" if family.type == "counter" else ""
-        if "_hot_" not in short and not family.name.startswith("vllm:"):
+        if not family.name.startswith("vllm:"):
             others = ", ".join(f"`vllm:{n}{end}`" for n in VLLM_NAMES.get(short, ()))
             cells = (f"`{family.name}{end}`", family.type, family.documentation, others)
             lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
