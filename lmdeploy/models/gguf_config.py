@@ -112,7 +112,7 @@ def translate_metadata(
         **activation,
         **family.gguf_defaults(reader),
         **values,
-        "rope_parameters": _rope_parameters(metadata, prefix, family, names=names, own=of_tensors),
+        "rope_parameters": _rope_parameters(metadata, family, names=names, own=of_tensors),
         **of_tensors,
     }
     return ConfigReader(values, metadata.source, names=names)
@@ -120,7 +120,6 @@ def translate_metadata(
 
 def _rope_parameters(
     metadata: MetadataReader,
-    prefix: str,
     family: ModelFamily,
     *,
     names: dict[str, str],
@@ -131,17 +130,18 @@ def _rope_parameters(
     Like llama.cpp, this function ignores yarn_attn_factor and derives the magnitude from the
     factor. Converters may copy that key from Hugging Face, and savers may write it by default.
     """
+    prefix = metadata.text("general.architecture")
     scaling = f"{prefix}.rope.scaling"
     kind = metadata.text(f"{scaling}.type", default="linear")
     if kind not in ("none", "linear", "yarn"):
         raise metadata.refuse(f"{scaling}.type is {kind[:40]!r}. It must be none, linear or yarn.")
-    _require(metadata, f"{scaling}.yarn_log_multiplier", 0.0)
+    _require(metadata, f"{scaling}.yarn_log_multiplier", wanted=0.0)
     key = f"{scaling}.yarn_ext_factor"
     if metadata.number(key, default=-1.0, low=-1e12) >= 0.0:  # a negative value means unset
-        _require(metadata, key, 1.0 if kind == "yarn" else 0.0)
+        _require(metadata, key, wanted=1.0 if kind == "yarn" else 0.0)
     is_longrope = "short_factor" in own
     if kind != "yarn" and not is_longrope:
-        _require(metadata, f"{scaling}.attn_factor", 1.0)
+        _require(metadata, f"{scaling}.attn_factor", wanted=1.0)
     factor_key = f"{scaling}.factor"
     if not metadata.has(factor_key):
         factor_key = f"{prefix}.rope.scale_linear"  # the older key
@@ -185,10 +185,10 @@ def check_metadata(metadata: MetadataReader, config: DecoderConfig) -> None:
     if (value := metadata.integer(key, default=config.head_dim)) != config.head_dim:
         raise metadata.refuse(f"{key} is {value}. It must be the head_dim {config.head_dim}.")
     if any(config.windows) and len(config.ropes) == 1:
-        _require(metadata, f"{prefix}.rope.freq_base_swa", config.rope.theta)
+        _require(metadata, f"{prefix}.rope.freq_base_swa", wanted=config.rope.theta)
     check_window_pattern(metadata, prefix, windows=config.windows)
     if config.moe is not None:
-        _check_experts(metadata, prefix, config.moe)
+        _check_experts(metadata, config.moe)
 
 
 def check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[int, ...]) -> None:
@@ -212,13 +212,14 @@ def check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[in
         )
 
 
-def _check_experts(metadata: MetadataReader, prefix: str, moe: MoeSettings) -> None:
+def _check_experts(metadata: MetadataReader, moe: MoeSettings) -> None:
+    prefix = metadata.text("general.architecture")
     key = f"{prefix}.expert_weights_norm"
     if metadata.flag(key, default=moe.normalize) != moe.normalize:
         raise metadata.refuse(f"{key} must be {str(moe.normalize).lower()}.")
     key = f"{prefix}.expert_weights_scale"
     if metadata.number(key, default=0.0) != 0.0:
-        _require(metadata, key, moe.scale)
+        _require(metadata, key, wanted=moe.scale)
     key = f"{prefix}.expert_gating_func"
     gating = metadata.integer(key, default=0, low=0)
     known = {_SIGMOID: "sigmoid"} if moe.sigmoid else {_SOFTMAX: "softmax"}
@@ -229,6 +230,6 @@ def _check_experts(metadata: MetadataReader, prefix: str, moe: MoeSettings) -> N
         raise metadata.refuse(f"{key} is {gating}. It must be {wanted}.")
 
 
-def _require(metadata: MetadataReader, key: str, wanted: float) -> None:
+def _require(metadata: MetadataReader, key: str, *, wanted: float) -> None:
     if (value := metadata.number(key, default=wanted, low=-1e12)) != wanted:
         raise metadata.refuse(f"{key} is {value:g}. It must be {wanted:g}.")
