@@ -30,10 +30,10 @@ from checkpoint_tensors import MIXTURES, Layout, RandomTensor, has_mxfp4
 from random_tokenizer import RandomTokenizer
 from results import write_json
 
-from lmdeploy.checkpoint.hf import config_from_hf
 from lmdeploy.models import family_of_hf
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import RopeSettings
+from lmdeploy.models.read_decoder import read_decoder
 
 Config = dict[str, Any]
 
@@ -90,7 +90,7 @@ def make_model(name: str, *, layers: int | None, seed: int) -> Model:
     architecture = (reader.texts("architectures") or [""])[0]
     family = family_of_hf(architecture, name)
     reader = reader.with_defaults(family.hf_defaults)
-    decoder = config_from_hf(reader, family)
+    decoder = read_decoder(reader, family)
     tokenizer = RandomTokenizer.of(architecture, decoder.vocab_size)
     if has_mxfp4(family):
         config.setdefault("quantization_config", {"quant_method": "mxfp4"})

@@ -17,21 +17,17 @@ from lmdeploy.checkpoint.kv_scales import check_kv_scheme, take_kv_scales
 from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.checkpoint.tensor_plan import (
     KV_SCALES_ADVICE,
-    MAX_LAYERS,
     Checkpoint,
     TensorLayout,
     as_location,
-    check_config,
     plan_tensors,
     resolve_tied_head,
     stored_dtype,
 )
 from lmdeploy.models import family_of_hf
-from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader
-from lmdeploy.models.decoder_config import DecoderConfig
-from lmdeploy.models.experts import MAX_WIDTH
+from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.family import ModelFamily
-from lmdeploy.models.rope import rope_from_hf
+from lmdeploy.models.read_decoder import read_decoder
 
 logger = logging.getLogger("lmdeploy")
 
@@ -41,14 +37,6 @@ _MODELOPT_KEYS = ("quant_algo", "kv_cache_quant_algo", "group_size", "quantized_
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 # Methods that may leave the weights unquantized.
 _KV_METHODS = ("quark",)
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu": "gelu",
-    "relu2": "relu2",
-}
 
 
 def method_of(folder: Path) -> str | None:
@@ -107,7 +95,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     quantization = _method_config(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
     reader.require(family.hf_fixed)
-    config = config_from_hf(reader, family)
+    config = read_decoder(reader, family)
     usual = {kind: as_location(name).name for kind, name in family.hf_tensors.items()}
     file: TensorFile = UsualNames(
         SafetensorsFile(folder), usual, has_vision=vision, source=str(folder)
@@ -177,46 +165,3 @@ def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | 
 def _has_quantized_weights(quantization: ConfigReader, method: str) -> bool:
     parts = [quantization.child(key) for key in ("config_groups", "global_quant_config")]
     return method not in _KV_METHODS or quantization.has("quant_algo") or any(parts)
-
-
-def config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
-    hidden = reader.integer("hidden_size", high=MAX_WIDTH)
-    heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
-    head_dim = max(hidden // heads, 1)
-    key = "hidden_activation" if reader.has("hidden_activation") else "hidden_act"
-    activation = reader.text(key, default="silu")
-    if activation not in _ACTIVATIONS:
-        raise reader.refuse(
-            f"{key} is {activation[:40]!r}. It must be one of {', '.join(_ACTIVATIONS)}."
-        )
-    if not reader.flag("is_causal", default=True):
-        raise reader.refuse("is_causal is false. It must be true.")
-    max_position = reader.integer("max_position_embeddings", default=2048, high=MAX_POSITION)
-    layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
-    moe = family.experts.settings(reader, layers) if family.experts else None
-    if family.ropes is not None:
-        ropes, layer_ropes = family.ropes(reader, num_layers=layers, max_position=max_position)
-    else:
-        ropes, layer_ropes = (rope_from_hf(reader, max_position, default=family.hf_rope),), ()
-    return check_config(
-        reader,
-        DecoderConfig(
-            num_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=reader.integer(family.hf_dense_size, high=MAX_WIDTH),
-            num_heads=heads,
-            num_kv_heads=reader.integer("num_key_value_heads", default=heads, high=MAX_WIDTH),
-            head_dim=reader.integer("head_dim", default=head_dim, high=MAX_WIDTH),
-            vocab_size=reader.integer("vocab_size", high=MAX_WIDTH),
-            max_position=max_position,
-            norm_eps=reader.number(family.hf_norm_eps, default=1e-6, high=1.0),
-            windows=family.windows(reader, layers),
-            tied_head=reader.flag("tie_word_embeddings", default=False),
-            activation=family.activation or _ACTIVATIONS[activation],
-            ropes=ropes,
-            layer_ropes=layer_ropes,
-            moe=moe,
-            structure=family.structure(reader),
-            swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
-        ),
-    )

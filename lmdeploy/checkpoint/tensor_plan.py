@@ -20,11 +20,8 @@ from lmdeploy.checkpoint.files.tensor_file import (
     TensorFile,
 )
 from lmdeploy.checkpoint.kv_scales import KvScales
-from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import DecoderConfig, MoeSettings
+from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import (
-    MAX_EXPERT_GROUPS,
-    MAX_EXPERTS_OF_MODEL,
     ExpertTensors,
     TensorLocation,
 )
@@ -32,7 +29,6 @@ from lmdeploy.models.family import FFN_MATRICES, ModelFamily, TensorNames
 
 logger = logging.getLogger("lmdeploy")
 
-MAX_LAYERS = 4096
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
 GGUF_LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # Ignored tensors: tables in older checkpoints that follow from the config.
@@ -107,55 +103,6 @@ class Checkpoint:
     metadata: Mapping[str, Any]  # config.json, or GGUF's key-value pairs
     is_gguf: bool
     kv_scales: KvScales | None = None  # of an FP8 cache
-
-
-def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
-    """Return the config. Raise ModelFormatError if its heads or experts are inconsistent."""
-    if config.num_heads % config.num_kv_heads:
-        raise reader.refuse(
-            f"The number of query heads is {config.num_heads}. It must be a multiple of the "
-            f"{config.num_kv_heads} KV heads."
-        )
-    if config.head_dim % 16:
-        raise reader.refuse(f"head_dim is {config.head_dim}. It must be a multiple of 16.")
-    for rope in config.ropes:
-        half = (rope.dim or config.head_dim) // 2
-        for factors in (rope.freq_factors, rope.long_factors):
-            if factors and len(factors) != half:
-                raise reader.refuse(
-                    f"RoPE has {len(factors)} factors of longrope (short_factor, long_factor). "
-                    f"They must be {half} for the {2 * half} rotated values of a head."
-                )
-    if config.moe is not None:
-        experts = config.moe.num_experts
-        if config.moe.top_k > experts:
-            raise reader.refuse(
-                f"Each token uses {config.moe.top_k} experts. It must use at most {experts}."
-            )
-        _check_groups(reader, config.moe)
-        total = experts * sum(config.moe.layers)
-        if total > MAX_EXPERTS_OF_MODEL:
-            raise reader.refuse(
-                f"The layers have {total} experts. They must have at most {MAX_EXPERTS_OF_MODEL}."
-            )
-    return config
-
-
-def _check_groups(reader: ConfigReader, moe: MoeSettings) -> None:
-    groups, size = moe.num_groups, moe.num_experts // moe.num_groups
-    if groups == moe.top_groups == 1:
-        return
-    if groups > MAX_EXPERT_GROUPS or moe.num_experts != groups * size or size < 2:
-        raise reader.refuse(
-            f"The {moe.num_experts} experts have {groups} groups. They must have at most "
-            f"{MAX_EXPERT_GROUPS} groups of the same size, which must be at least 2."
-        )
-    if moe.top_groups > groups or moe.top_groups * size < moe.top_k:
-        raise reader.refuse(
-            f"The {moe.top_k} experts of a token come from {moe.top_groups} of {groups} groups of "
-            f"{size}. The number must be at most {groups} and at least "
-            f"{-(-moe.top_k // size)}."
-        )
 
 
 def resolve_tied_head(

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RopeSettings
 from lmdeploy.models.family import (
     GGUF_TENSORS,
     HF_TENSORS,
     ModelFamily,
     Ropes,
     configured_bias,
-    gguf_periodic_windows,
     patterned_windows,
     rope_in_windows,
 )
@@ -27,17 +25,8 @@ def _structure(config: ConfigReader) -> Structure:
     return Structure(logit_scale=scale, parallel=True, norm=_NORM)
 
 
-def _gguf_structure(config: ConfigReader, prefix: str) -> Structure:
-    scale = config.number(f"{prefix}.logit_scale", low=1e-6)
-    return Structure(logit_scale=scale, parallel=True, norm=_NORM)
-
-
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
     return rope_in_windows(rope_from_hf(config, max_position), _windows(config, num_layers))
-
-
-def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    return rope_in_windows(rope, gguf_periodic_windows(_PERIOD)(config, prefix))
 
 
 def _without_ffn_norm(names: dict[str, str]) -> dict[str, str]:
@@ -63,7 +52,7 @@ FAMILY = ModelFamily(
     hf_interleaved_rope=True,
     gguf_interleaved_rope=True,
     structure=_structure,
-    gguf_structure=_gguf_structure,
+    gguf_defaults=lambda config: {"logit_scale": config.number("logit_scale")},  # is required
 )
 COHERE2_FAMILY = replace(
     FAMILY,
@@ -73,8 +62,6 @@ COHERE2_FAMILY = replace(
     hf_architectures=("Cohere2ForCausalLM",),
     gguf_architectures=("cohere2",),
     windows=_windows,
-    gguf_windows=gguf_periodic_windows(_PERIOD),
     ropes=_ropes,
-    gguf_ropes=_gguf_ropes,
     hf_defaults={**FAMILY.hf_defaults, "sliding_window": 4096},
 )

@@ -1,6 +1,7 @@
 """Read and check the values of a config.json or of GGUF metadata."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lmdeploy.base.errors import ModelFormatError
@@ -11,11 +12,25 @@ MAX_POSITION = 1 << 30  # the largest position of the engine
 
 
 class ConfigReader:
-    """Values by key. A missing or malformed value raises ModelFormatError with file and key."""
+    """Values by key. A missing or malformed value raises ModelFormatError with file and key.
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    `names` replaces keys in errors, for values that the source has under other keys.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        *,
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._values = values
+        self._names = names
         self.source = source
+
+    def name(self, key: str) -> str:
+        """Return the key under which the source has a value."""
+        return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
         """Return whether the key exists and is not null."""
@@ -115,7 +130,7 @@ class ConfigReader:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
         """Return a reader that uses `defaults` for missing keys, but not for null values."""
-        return ConfigReader({**defaults, **self._values}, self.source)
+        return ConfigReader({**defaults, **self._values}, self.source, names=self._names)
 
     def child(self, key: str) -> "ConfigReader | None":
         """Return the object under the key, or None if it is missing, null or empty."""
@@ -124,7 +139,8 @@ class ConfigReader:
             return None
         if not isinstance(value, dict):
             self._refuse(key, value, wanted="an object")
-        return ConfigReader(value, f"{self.source}: {key}")
+        source = self.source if self._names else f"{self.source}: {key}"
+        return ConfigReader(value, source, names=self._names)
 
     def has_objects(self) -> bool:
         """Return whether any value is itself an object."""
@@ -139,14 +155,14 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            raise self.refuse(f"{key} is missing.")
+            raise self.refuse(f"{self.name(key)} is missing.")
         return value
 
     def _single(self, key: str, default: Any) -> Any:
         return self._get(key, default)
 
     def _refuse(self, key: str, value: Any, *, wanted: str) -> None:
-        raise self.refuse(f"{key} is {str(value)[:80]!r}. It must be {wanted}.")
+        raise self.refuse(f"{self.name(key)} is {str(value)[:80]!r}. It must be {wanted}.")
 
 
 class MetadataReader(ConfigReader):
@@ -154,6 +170,10 @@ class MetadataReader(ConfigReader):
 
     Such an array counts as its value if all layers have the same one.
     """
+
+    def single(self, key: str) -> Any:
+        """Return the value of any type, or None if the key is missing."""
+        return self._single(key, None) if self.has(key) else None
 
     def _single(self, key: str, default: Any) -> Any:
         value = self._get(key, default)

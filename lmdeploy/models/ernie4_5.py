@@ -81,6 +81,7 @@ MOE_FAMILY = replace(
         "moe_k": 6,
         "moe_intermediate_size": 1536,
     },
+    gguf_defaults=lambda config: {"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
     hf_fixed={"use_bias": False},
     hf_unused=(r"model\.mtp_.*",),  # layers that predict several tokens at once
     experts=Experts(

@@ -1,7 +1,6 @@
 """EXAONE 4: norms after each branch and of each head, and no RoPE in layers with full attention."""
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RopeSettings
 from lmdeploy.models.family import (
     GGUF_OUTPUT_NORMS,
     GGUF_QK_NORM,
@@ -10,7 +9,6 @@ from lmdeploy.models.family import (
     HF_TENSORS,
     ModelFamily,
     Ropes,
-    gguf_periodic_windows,
     layer_types,
     no_windows,
     rope_in_windows,
@@ -53,11 +51,6 @@ def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes
     return rope_in_windows(rope, windows) if any(windows) else ((rope,), ())
 
 
-def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    windows = gguf_periodic_windows(_PERIOD)(config, prefix)
-    return rope_in_windows(rope, windows) if any(windows) else ((rope,), ())
-
-
 FAMILY = ModelFamily(
     name="exaone4",
     models="EXAONE 4",
@@ -65,12 +58,9 @@ FAMILY = ModelFamily(
     hf_architectures=("Exaone4ForCausalLM",),
     gguf_architectures=("exaone4",),
     windows=_windows,
-    gguf_windows=gguf_periodic_windows(_PERIOD),
     hf_tensors=without_input_norms(_HF),
     gguf_tensors=without_input_norms(_GGUF),
     hf_defaults={"rms_norm_eps": 1e-5},
     structure=lambda config: _STRUCTURE,
-    gguf_structure=lambda config, prefix: _STRUCTURE,
     ropes=_ropes,
-    gguf_ropes=_gguf_ropes,
 )

@@ -45,12 +45,6 @@ class Experts:
     settings: MoeRule  # from config.json and the number of layers
     hf: tuple[ExpertTensors, ...]
     gguf: tuple[ExpertTensors, ...]
-    # Defaults of llama.cpp for a file without the key: whether the weights of the chosen experts
-    # sum to 1, and the function that makes scores of logits (see `_is_sigmoid_from_gguf`).
-    gguf_normalize: bool = True
-    gguf_gating: int = 0
-    gguf_shared: int = 0  # number of shared experts
-    weigh_inputs: bool = False  # MoeSettings.weigh_inputs
 
 
 def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
@@ -109,7 +103,7 @@ def local_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
     return MoeSettings(
         num_experts=_num_experts(config),
         top_k=config.integer("num_experts_per_tok"),
-        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
+        intermediate_size=expert_width(config),
         layers=(True,) * num_layers,
     )
 
@@ -128,69 +122,10 @@ def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
     )
 
 
-def moe_from_gguf(
-    config: ConfigReader, prefix: str, *, experts: Experts, num_layers: int
-) -> MoeSettings:
-    """Return settings from `<architecture>.expert_*`."""
-    feed_forward = config.integer(f"{prefix}.feed_forward_length", high=MAX_WIDTH)
-    width = config.integer(
-        f"{prefix}.expert_feed_forward_length", default=feed_forward, high=MAX_WIDTH
-    )
-    normalize = config.flag(f"{prefix}.expert_weights_norm", default=experts.gguf_normalize)
-    is_sigmoid = _is_sigmoid_from_gguf(config, prefix, experts=experts, normalize=normalize)
-    scale = config.number(f"{prefix}.expert_weights_scale", default=1.0)
-    if scale != 0.0 and not (is_sigmoid or scale == 1.0):  # 0 means no scale
-        raise config.refuse(f"{prefix}.expert_weights_scale is {scale:g}. It must be 1.")
-    groups = max(1, config.integer(f"{prefix}.expert_group_count", default=0, low=0))
-    has_gate = any("shared.router" in tensors for tensors in experts.gguf)
-    shared = 0
-    if any("shared.gate" in tensors for tensors in experts.gguf):
-        count = config.integer(
-            f"{prefix}.expert_shared_count", default=experts.gguf_shared, low=0, high=MAX_EXPERTS
-        )
-        shared = config.integer(
-            f"{prefix}.expert_shared_feed_forward_length",
-            default=feed_forward if has_gate else count * width,
-            low=0,
-            high=MAX_WIDTH,
-        )
-    step = config.integer(f"{prefix}.interleave_moe_layer_step", default=1)
-    dense = config.integer(f"{prefix}.leading_dense_block_count", default=0, low=0)
-    return MoeSettings(
-        num_experts=config.integer(f"{prefix}.expert_count", high=MAX_EXPERTS),
-        top_k=config.integer(f"{prefix}.expert_used_count"),
-        intermediate_size=width,
-        shared_intermediate_size=shared,
-        shared_gate=has_gate or not shared,
-        normalize=normalize,
-        sigmoid=is_sigmoid,
-        num_groups=groups,
-        top_groups=config.integer(f"{prefix}.expert_group_used_count") if groups > 1 else 1,
-        scale=scale or 1.0,
-        weigh_inputs=experts.weigh_inputs,
-        layers=tuple(i >= dense and (i + 1) % step == 0 for i in range(num_layers)),
-    )
-
-
-def _is_sigmoid_from_gguf(
-    config: ConfigReader, prefix: str, *, experts: Experts, normalize: bool
-) -> bool:
-    """Return whether scores are sigmoids.
-
-    Values of llama.cpp: 0 unset, 1 softmax over all experts, 2 sigmoid, 3 softmax over the chosen
-    experts, which equals 1 if the weights are normalized.
-    """
-    key = f"{prefix}.expert_gating_func"
-    gating = config.integer(key, default=0, low=0) or experts.gguf_gating
-    known = {0: "", 1: "softmax"}
-    if experts.gguf_gating == 2:
-        known[2] = "sigmoid"
-    if normalize:
-        known[3] = "softmax over the chosen experts"
-    if gating not in known:
-        wanted = " or ".join(f"{value} ({name})" for value, name in known.items() if value)
-        raise config.refuse(f"{key} is {gating}. It must be {wanted}.")
-    return gating == 2
+def expert_width(config: ConfigReader) -> int:
+    """Return `intermediate_size`, or `moe_intermediate_size` if there is one."""
+    width = config.integer("intermediate_size", high=MAX_WIDTH)
+    return config.integer("moe_intermediate_size", default=width, high=MAX_WIDTH)
 
 
 def _num_experts(config: ConfigReader) -> int:

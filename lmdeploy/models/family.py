@@ -79,13 +79,12 @@ ATTENTION_MATRICES = ("q", "k", "v", "o")
 FFN_MATRICES = ("gate", "up", "down")
 
 StructureRule = Callable[[ConfigReader], Structure]
-GgufStructureRule = Callable[[ConfigReader, str], Structure]
 # All RoPE settings of a model, and the index of each layer's: none for index 0 in every layer.
 Ropes = tuple[tuple[RopeSettings, ...], tuple[int, ...]]
 WindowRule = Callable[[ConfigReader, int], tuple[int, ...]]
-GgufWindowRule = Callable[[ConfigReader, str], tuple[int, ...]]
 TensorRule = Callable[[ConfigReader], TensorNames]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
+GgufDefaultRule = Callable[[ConfigReader], Mapping[str, Any]]
 
 
 class RopeRule(Protocol):
@@ -94,10 +93,9 @@ class RopeRule(Protocol):
     def __call__(self, config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes: ...
 
 
-class GgufRopeRule(Protocol):
-    """Returns the RoPE of every layer, given that of the `rope.*` keys of a GGUF file."""
-
-    def __call__(self, config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes: ...
+def no_defaults(config: ConfigReader) -> Mapping[str, Any]:
+    """Return no values."""
+    return {}
 
 
 def no_tensors(config: ConfigReader) -> TensorNames:
@@ -137,6 +135,12 @@ def one_window(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return (window,) * num_layers
 
 
+def optional_window(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+    """Return `sliding_window` for every layer if `use_sliding_window` is set."""
+    used = config.flag("use_sliding_window", default=False)
+    return (one_window if used else no_windows)(config, num_layers)
+
+
 def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     """Return the windows of Qwen if `use_sliding_window` is set.
 
@@ -154,16 +158,6 @@ def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
 def llama_structure(config: ConfigReader) -> Structure:
     """Return the structure of Llama."""
     return Structure()
-
-
-def gguf_llama_structure(config: ConfigReader, prefix: str) -> Structure:
-    """Return the structure of Llama."""
-    return Structure()
-
-
-def gguf_one_rope(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    """Return one RoPE for every layer."""
-    return (rope,), ()
 
 
 def layer_types(config: ConfigReader, num_layers: int, *, period: int) -> list[str]:
@@ -220,23 +214,6 @@ def windows_by_type(
     return tuple(known[kind] for kind in kinds)
 
 
-def gguf_one_window(config: ConfigReader, prefix: str) -> tuple[int, ...]:
-    """Return `<architecture>.attention.sliding_window` for every layer, or 0 if it is missing."""
-    key = f"{prefix}.attention.sliding_window"
-    window = config.integer(key, low=0) if config.has(key) else 0
-    return (window,) * config.integer(f"{prefix}.block_count")
-
-
-def gguf_periodic_windows(period: int) -> GgufWindowRule:
-    """Return a rule where the last layer of each period has full attention."""
-
-    def windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
-        found = gguf_one_window(config, prefix)
-        return tuple(window if (layer + 1) % period else 0 for layer, window in enumerate(found))
-
-    return windows
-
-
 def no_bias(config: ConfigReader) -> tuple[str, ...]:
     """Return no names: no linear layer has a bias."""
     return ()
@@ -267,7 +244,6 @@ class ModelFamily:
     gguf_architectures: tuple[str, ...]
     differs: str = ""  # how it differs from Llama
     windows: WindowRule = no_windows
-    gguf_windows: GgufWindowRule = gguf_one_window
     hf_bias: BiasRule = no_bias
     hf_tensors: TensorNames = field(default_factory=lambda: HF_TENSORS)
     hf_extra_tensors: TensorRule = no_tensors  # that depend on config.json
@@ -277,9 +253,9 @@ class ModelFamily:
     hf_interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     structure: StructureRule = llama_structure
-    gguf_structure: GgufStructureRule = gguf_llama_structure
     ropes: RopeRule | None = None  # None uses one RoPE for all layers
-    gguf_ropes: GgufRopeRule = gguf_one_rope
+    # Values of config.json that GGUF lacks or may lack, given the translated metadata.
+    gguf_defaults: GgufDefaultRule = no_defaults
     hf_norm_offset: float = 0.0  # added to every norm weight
     hf_norm_eps: str = "rms_norm_eps"
     hf_dense_size: str = "intermediate_size"  # of the layers without experts
@@ -293,7 +269,5 @@ class ModelFamily:
     # The default if config.json has neither rope_parameters nor rope_scaling.
     hf_rope: Mapping[str, Any] | None = None
     activation: str = ""  # the engine's name; empty to use hidden_act
-    gguf_activation: str = "silu"  # if `activation` is empty
     experts: Experts | None = None
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
-    gguf_yarn_truncate: bool = True

@@ -1,6 +1,7 @@
 """Gemma 2: norms before and after each branch, soft caps, and a window in every other layer."""
 
 import math
+from typing import Any
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.family import (
@@ -9,7 +10,6 @@ from lmdeploy.models.family import (
     HF_TENSORS,
     ModelFamily,
     configured_bias,
-    gguf_periodic_windows,
     layer_types,
     windows_by_type,
 )
@@ -36,32 +36,27 @@ def gemma_structure(config: ConfigReader) -> Structure:
     )
 
 
-def gguf_gemma_structure(config: ConfigReader, prefix: str, *, wide_layers: int) -> Structure:
-    """Return the structure from GGUF's keys.
+def gguf_gemma_scalar(config: ConfigReader, *, wide_layers: int) -> dict[str, Any]:
+    """Return `query_pre_attn_scalar`, which GGUF does not have.
 
-    GGUF has no query_pre_attn_scalar. As in llama.cpp, the model with `wide_layers` layers (27B)
-    uses hidden_size / num_heads, and the others head_dim.
+    As in llama.cpp, the model with `wide_layers` layers (27B) uses hidden_size / num_heads, and the
+    others head_dim.
     """
-    hidden = config.integer(f"{prefix}.embedding_length")
-    heads = config.integer(f"{prefix}.attention.head_count")
-    scalar = hidden / heads
-    if config.integer(f"{prefix}.block_count") != wide_layers:
-        scalar = config.integer(f"{prefix}.attention.key_length", default=max(hidden // heads, 1))
-    return Structure(
-        softmax_scale=scalar**-0.5,
-        attention_cap=_optional(config, f"{prefix}.attn_logit_softcapping"),
-        embedding_scale=math.sqrt(hidden),
-        logit_cap=_optional(config, f"{prefix}.final_logit_softcapping"),
-        norm=NORMS,
-    )
+    scalar: float = config.integer("head_dim")
+    if config.integer("num_hidden_layers") == wide_layers:
+        scalar = config.integer("hidden_size") / config.integer("num_attention_heads")
+    return {"query_pre_attn_scalar": scalar}
 
 
 def _optional(config: ConfigReader, key: str) -> float:
     return config.number(key, low=1e-3) if config.has(key) else 0.0
 
 
-def _gguf_structure(config: ConfigReader, prefix: str) -> Structure:
-    return gguf_gemma_structure(config, prefix, wide_layers=46)
+def _gguf_defaults(config: ConfigReader) -> dict[str, Any]:
+    """Return the scalar, and the window and caps that the first converters did not write."""
+    absent = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    stated = {key: _DEFAULTS[key] for key in absent}
+    return {**stated, **gguf_gemma_scalar(config, wide_layers=46)}
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -69,6 +64,15 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return windows_by_type(config, num_layers, window=config.integer("sliding_window"), kinds=kinds)
 
 
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
 FAMILY = ModelFamily(
     name="gemma2",
     models="Gemma 2",
@@ -76,22 +80,12 @@ FAMILY = ModelFamily(
     hf_architectures=("Gemma2ForCausalLM",),
     gguf_architectures=("gemma2",),
     windows=_windows,
-    gguf_windows=gguf_periodic_windows(2),
     hf_bias=configured_bias,
     hf_tensors=GEMMA_HF_TENSORS,
     gguf_tensors={**GGUF_TENSORS, **GGUF_OUTPUT_NORMS},
-    hf_defaults={
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
+    hf_defaults=_DEFAULTS,
     hf_fixed=GEMMA_FIXED,
     structure=gemma_structure,
-    gguf_structure=_gguf_structure,
+    gguf_defaults=_gguf_defaults,
     hf_norm_offset=1.0,
-    gguf_activation="gelu_tanh",
 )

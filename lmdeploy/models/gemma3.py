@@ -1,7 +1,6 @@
 """Gemma 3, text: Gemma 2 with norms of q and k, and another RoPE in layers with a window."""
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RopeSettings
 from lmdeploy.models.family import (
     GGUF_OUTPUT_NORMS,
     GGUF_QK_NORM,
@@ -10,7 +9,6 @@ from lmdeploy.models.family import (
     ModelFamily,
     Ropes,
     configured_bias,
-    gguf_periodic_windows,
     patterned_types,
     patterned_windows,
 )
@@ -18,10 +16,9 @@ from lmdeploy.models.gemma2 import (
     GEMMA_FIXED,
     GEMMA_HF_TENSORS,
     gemma_structure,
-    gguf_gemma_structure,
+    gguf_gemma_scalar,
 )
-from lmdeploy.models.rope import LEAST_THETA, ropes_by_layer_type
-from lmdeploy.models.structure import Structure
+from lmdeploy.models.rope import ropes_by_layer_type
 
 _PERIOD = 6
 
@@ -33,19 +30,6 @@ def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes
     )
 
 
-def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    local = RopeSettings(
-        theta=config.number(f"{prefix}.rope.freq_base_swa", default=10000.0, low=LEAST_THETA),
-        dim=rope.dim,
-    )
-    layers = range(config.integer(f"{prefix}.block_count"))
-    return (rope, local), tuple(int((layer + 1) % _PERIOD != 0) for layer in layers)
-
-
-def _gguf_structure(config: ConfigReader, prefix: str) -> Structure:
-    return gguf_gemma_structure(config, prefix, wide_layers=62)
-
-
 FAMILY = ModelFamily(
     name="gemma3",
     models="Gemma 3 (270M to 27B), text",
@@ -53,7 +37,6 @@ FAMILY = ModelFamily(
     hf_architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM"),
     gguf_architectures=("gemma3",),
     windows=patterned_windows(_PERIOD),
-    gguf_windows=gguf_periodic_windows(_PERIOD),
     hf_bias=configured_bias,
     hf_tensors={**GEMMA_HF_TENSORS, **HF_QK_NORM},
     gguf_tensors={**GGUF_TENSORS, **GGUF_OUTPUT_NORMS, **GGUF_QK_NORM},
@@ -70,9 +53,7 @@ FAMILY = ModelFamily(
     },
     hf_fixed=GEMMA_FIXED,
     structure=gemma_structure,
-    gguf_structure=_gguf_structure,
+    gguf_defaults=lambda config: gguf_gemma_scalar(config, wide_layers=62),
     ropes=_ropes,
-    gguf_ropes=_gguf_ropes,
     hf_norm_offset=1.0,
-    gguf_activation="gelu_tanh",
 )

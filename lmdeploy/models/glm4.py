@@ -51,5 +51,4 @@ GLM4_FAMILY = replace(
     },
     gguf_tensors={**GGUF_TENSORS, **GGUF_OUTPUT_NORMS},
     structure=lambda config: _STRUCTURE,
-    gguf_structure=lambda config, prefix: _STRUCTURE,
 )

@@ -37,8 +37,6 @@ def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
         shared_gate=False,
         normalize=config.flag("norm_topk_prob", default=True),
         sigmoid=True,
-        num_groups=config.integer("n_group", default=1),
-        top_groups=config.integer("topk_group", default=1),
         scale=config.number("routed_scaling_factor", default=1.0, low=1e-6),
         layers=tuple(layer >= dense for layer in range(num_layers)),
     )
@@ -60,6 +58,7 @@ FAMILY = ModelFamily(
     gguf_tensors={**GGUF_TENSORS, "ffn_norm": "blk.{i}.post_attention_norm.weight"},
     gguf_optional_tensors=GGUF_QK_NORM,
     hf_defaults={"partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
+    gguf_defaults=lambda config: {"first_k_dense_replace": 0, "n_shared_experts": 0},
     # The layers that predict several tokens at once follow the others. They are not used.
     hf_unused=(r"model\.layers\.<layers>\..*",),
     gguf_unused=(r"blk\.<layers>\..*",),
@@ -70,6 +69,5 @@ FAMILY = ModelFamily(
             {**HF_STACKED, **HF_SHARED_EXPERTS, **_BIAS},
         ),
         gguf=({**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SCORE_BIAS},),
-        gguf_gating=2,
     ),
 )

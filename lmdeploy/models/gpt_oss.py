@@ -59,12 +59,6 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return tuple(0 if layer % 2 else window for layer in range(num_layers))
 
 
-def _gguf_windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
-    window = config.integer(f"{prefix}.attention.sliding_window")
-    num_layers = config.integer(f"{prefix}.block_count")
-    return tuple(0 if layer % 2 else window for layer in range(num_layers))
-
-
 def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
     if (alpha := config.number("swiglu_alpha", default=1.702)) != 1.702:
         raise config.refuse(f"swiglu_alpha is {alpha:g}. It must be 1.702.")
@@ -78,7 +72,6 @@ FAMILY = ModelFamily(
     hf_architectures=("GptOssForCausalLM",),
     gguf_architectures=("gpt-oss",),
     windows=_windows,
-    gguf_windows=_gguf_windows,
     hf_bias=lambda config: (
         ATTENTION_MATRICES if config.flag("attention_bias", default=True) else ()
     ),
@@ -110,5 +103,4 @@ FAMILY = ModelFamily(
     activation="clamped_swiglu",
     experts=Experts(settings=_settings, hf=(_HF_MXFP4, _HF_PLAIN), gguf=(_GGUF,)),
     hf_quant_methods=("mxfp4",),
-    gguf_yarn_truncate=False,
 )

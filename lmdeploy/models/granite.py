@@ -1,5 +1,6 @@
 """Granite 3 and 4, dense: Llama with factors of embedding, branches, attention and logits."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lmdeploy.models.config_reader import ConfigReader
@@ -29,18 +30,9 @@ def granite_structure(config: ConfigReader) -> Structure:
     )
 
 
-def gguf_granite_structure(config: ConfigReader, prefix: str) -> Structure:
-    """Return the factors of GGUF's keys. A missing or zero key means that there is none."""
-
-    def factor(key: str) -> float:
-        return config.number(f"{prefix}.{key}", default=0.0) or 1.0
-
-    return Structure(
-        softmax_scale=config.number(f"{prefix}.attention.scale", default=0.0),
-        embedding_scale=factor("embedding_scale"),
-        residual_scale=factor("residual_scale"),
-        logit_scale=1.0 / factor("logit_scale"),
-    )
+def gguf_granite_defaults(config: ConfigReader) -> Mapping[str, float]:
+    """Return the usual factor of attention scores: a file without the key means that."""
+    return {"attention_multiplier": config.integer("head_dim") ** -0.5}
 
 
 def _hybrid_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -72,7 +64,7 @@ FAMILY = ModelFamily(
     hf_bias=configured_bias,
     gguf_interleaved_rope=True,
     structure=granite_structure,
-    gguf_structure=gguf_granite_structure,
+    gguf_defaults=gguf_granite_defaults,
 )
 # Granite 4's dense models have the architecture of its hybrids. In GGUF they are called granite.
 HYBRID_FAMILY = replace(

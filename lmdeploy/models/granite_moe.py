@@ -14,7 +14,7 @@ from lmdeploy.models.experts import (
     local_experts,
 )
 from lmdeploy.models.family import ModelFamily, configured_bias
-from lmdeploy.models.granite import gguf_granite_structure, granite_structure
+from lmdeploy.models.granite import gguf_granite_defaults, granite_structure
 
 _BLOCK = "model.layers.{i}.block_sparse_moe"
 
@@ -58,7 +58,7 @@ FAMILY = ModelFamily(
     hf_bias=configured_bias,
     gguf_interleaved_rope=True,
     structure=granite_structure,
-    gguf_structure=gguf_granite_structure,
+    gguf_defaults=gguf_granite_defaults,
     experts=Experts(settings=_settings, hf=(_PUBLISHED, _STACKED), gguf=_GGUF),
 )
 SHARED_FAMILY = replace(

@@ -47,6 +47,5 @@ FAMILY = ModelFamily(
     gguf_tensors={**GGUF_TENSORS, **GGUF_QK_NORM},
     hf_defaults={"rms_norm_eps": 1e-5},
     structure=lambda config: _STRUCTURE,
-    gguf_structure=lambda config, prefix: _STRUCTURE,
     ropes=_ropes,
 )

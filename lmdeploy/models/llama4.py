@@ -1,23 +1,25 @@
 """Llama 4, text: attention in chunks, layers without RoPE, experts whose inputs are weighed."""
 
+from typing import Any
+
 from lmdeploy.models.config_reader import MAX_POSITION, ConfigReader
-from lmdeploy.models.decoder_config import MoeSettings, RopeSettings
+from lmdeploy.models.decoder_config import MoeSettings
 from lmdeploy.models.experts import (
     GGUF_EXPERTS,
     GGUF_SHARED,
     MAX_EXPERTS,
-    MAX_WIDTH,
     Experts,
     ExpertTensors,
     TensorLocation,
+    expert_width,
 )
-from lmdeploy.models.family import HF_TENSORS, ModelFamily, Ropes, configured_bias
+from lmdeploy.models.family import HF_TENSORS, ModelFamily, Ropes, configured_bias, no_windows
 from lmdeploy.models.rope import rope_from_hf
 from lmdeploy.models.smollm3 import layers_with_rope
 from lmdeploy.models.structure import NormSettings, QueryTemperature, Structure
 
 # In llama.cpp these are constants.
-_CHUNK, _PERIOD, _BETA = 8192, 4, 0.1
+_CHUNK, _BETA = 8192, 0.1
 _LARGEST_EXPERTS = 128  # the model of which llama.cpp does not normalize q and k
 
 _BLOCK = "model.layers.{i}.feed_forward"
@@ -38,7 +40,12 @@ _HF: ExpertTensors = {
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return chunks for the layers of `layer_types`, by default those with RoPE."""
+    """Return chunks for the layers of `layer_types`, by default those with RoPE.
+
+    A null `attention_chunk_size` means full attention.
+    """
+    if not config.has("attention_chunk_size"):
+        return no_windows(config, num_layers)
     kinds = config.texts("layer_types") or [
         "chunked_attention" if on else "full_attention"
         for on in layers_with_rope(config, num_layers)
@@ -84,7 +91,7 @@ def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
         raise config.refuse(
             f"moe_layers contains {max(sparse)}. Layers must be 0 to {num_layers - 1}."
         )
-    width = config.integer("intermediate_size", high=MAX_WIDTH)
+    width = expert_width(config)
     return MoeSettings(
         num_experts=config.integer("num_local_experts", high=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok"),
@@ -98,30 +105,16 @@ def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
     )
 
 
-def _has_chunks(config: ConfigReader, prefix: str) -> bool:
-    """Return whether layers have chunks: llama.cpp reads a window of 0 as full attention."""
-    return config.integer(f"{prefix}.attention.sliding_window", default=1, low=0) != 0
-
-
-def _gguf_windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
-    chunk = -_CHUNK if _has_chunks(config, prefix) else 0
-    layers = range(config.integer(f"{prefix}.block_count"))
-    return tuple(chunk if (layer + 1) % _PERIOD else 0 for layer in layers)
-
-
-def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    if not _has_chunks(config, prefix):
-        return (rope,), ()
-    layers = range(config.integer(f"{prefix}.block_count"))
-    return (rope,), tuple(0 if (layer + 1) % _PERIOD else -1 for layer in layers)
-
-
-def _gguf_structure(config: ConfigReader, prefix: str) -> Structure:
-    unit = config.integer(f"{prefix}.expert_count") != _LARGEST_EXPERTS
-    return Structure(
-        norm=NormSettings(qk_after_rope=True, qk_unit=unit),
-        temperature=QueryTemperature(beta=_BETA, length=_CHUNK, offset=1, without_rope=True),
-    )
+def _gguf_defaults(config: ConfigReader) -> dict[str, Any]:
+    """Return constants of llama.cpp. It reads a window of 0 as full attention with RoPE."""
+    values: dict[str, Any] = {
+        "use_qk_norm": config.integer("num_local_experts") != _LARGEST_EXPERTS,
+        "attention_chunk_size": _CHUNK,
+    }
+    if config.integer("sliding_window", default=1, low=0) == 0:
+        values["attention_chunk_size"] = None
+        values["no_rope_layer_interval"] = config.integer("num_hidden_layers") + 1
+    return values
 
 
 FAMILY = ModelFamily(
@@ -132,7 +125,6 @@ FAMILY = ModelFamily(
     hf_architectures=("Llama4ForCausalLM",),
     gguf_architectures=("llama4",),
     windows=_windows,
-    gguf_windows=_gguf_windows,
     hf_bias=configured_bias,
     hf_tensors={
         **HF_TENSORS,
@@ -141,9 +133,8 @@ FAMILY = ModelFamily(
     hf_interleaved_rope=True,
     gguf_interleaved_rope=True,
     structure=_structure,
-    gguf_structure=_gguf_structure,
+    gguf_defaults=_gguf_defaults,
     ropes=_ropes,
-    gguf_ropes=_gguf_ropes,
     hf_dense_size="intermediate_size_mlp",
     hf_defaults={
         "attention_chunk_size": 8192,
@@ -160,9 +151,5 @@ FAMILY = ModelFamily(
         settings=_settings,
         hf=(_HF,),
         gguf=({**GGUF_EXPERTS, **GGUF_SHARED},),
-        gguf_normalize=False,
-        gguf_gating=2,
-        gguf_shared=1,
-        weigh_inputs=True,
     ),
 )

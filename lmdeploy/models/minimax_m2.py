@@ -19,25 +19,12 @@ from lmdeploy.models.family import (
     HF_QK_NORM,
     HF_TENSORS,
     ModelFamily,
-    Ropes,
 )
-from lmdeploy.models.rope import rope_from_hf
 from lmdeploy.models.structure import NormSettings, Structure
 
 
 def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
     return replace(local_experts(config, num_layers), sigmoid=True)
-
-
-def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
-    """Return the RoPE, which turns `rotary_dim` values of a head if that is set."""
-    rope = rope_from_hf(config, max_position)
-    if config.has("rotary_dim"):
-        dim = config.integer("rotary_dim", high=config.integer("head_dim"))
-        if dim % 2:
-            raise config.refuse(f"rotary_dim is {dim}. It must be even.")
-        rope = replace(rope, dim=dim)
-    return (rope,), ()
 
 
 def _bias(block: str) -> dict[str, TensorLocation]:
@@ -57,12 +44,9 @@ FAMILY = ModelFamily(
     hf_defaults={"head_dim": 128, "rope_theta": 5e6},
     gguf_tensors={**GGUF_TENSORS, **GGUF_QK_NORM},
     structure=lambda config: _STRUCTURE,
-    gguf_structure=lambda config, prefix: _STRUCTURE,
-    ropes=_ropes,
     experts=Experts(
         settings=_settings,
         hf=({**HF_MIXTRAL, **_bias("block_sparse_moe")}, {**HF_STACKED, **_bias("mlp")}),
         gguf=({**GGUF_EXPERTS, **GGUF_SCORE_BIAS},),
-        gguf_gating=2,
     ),
 )

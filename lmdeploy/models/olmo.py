@@ -50,7 +50,6 @@ FAMILY = ModelFamily(
     gguf_tensors=without_input_norms({**GGUF_TENSORS, **GGUF_QK_NORM, **GGUF_OUTPUT_NORMS}),
     hf_defaults={"rms_norm_eps": 1e-5},
     structure=lambda config: _STRUCTURE,
-    gguf_structure=lambda config, prefix: _STRUCTURE,
 )
 OLMO3_FAMILY = replace(
     FAMILY,

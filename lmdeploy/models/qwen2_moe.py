@@ -41,10 +41,12 @@ FAMILY = ModelFamily(
     windows=_windows,
     hf_bias=lambda config: ("q", "k", "v") if config.flag("qkv_bias", default=True) else (),
     hf_defaults={"sliding_window": 4096},
+    gguf_defaults=lambda config: {
+        "shared_expert_intermediate_size": config.integer("intermediate_size")
+    },
     experts=Experts(
         settings=_settings,
         hf=({**HF_QWEN, **HF_SHARED}, {**HF_STACKED, **HF_SHARED}),
         gguf=({**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SHARED_GATE},),
-        gguf_normalize=False,
     ),
 )

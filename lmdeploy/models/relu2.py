@@ -31,8 +31,6 @@ ARCEE_FAMILY = ModelFamily(
     gguf_interleaved_rope=True,
     hf_defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     structure=lambda config: _ARCEE,
-    gguf_structure=lambda config, prefix: _ARCEE,
-    gguf_activation="relu2",
 )
 NEMOTRON_FAMILY = ModelFamily(
     name="nemotron",
@@ -52,6 +50,4 @@ NEMOTRON_FAMILY = ModelFamily(
         "max_position_embeddings": 4096,
     },
     structure=lambda config: _NEMOTRON,
-    gguf_structure=lambda config, prefix: _NEMOTRON,
-    gguf_activation="relu2",
 )

@@ -1,4 +1,4 @@
-"""Read RoPE settings from config.json (both spellings) and from GGUF metadata.
+"""Read RoPE settings from config.json, in both spellings.
 
 The kinds are those of Hugging Face configs. `dynamic` uses one base for all positions: the one that
 transformers computes for a call with session_len tokens (ResolveRope in ops/rope.h).
@@ -111,13 +111,20 @@ def _original_position(
 
 
 def _rotated(config: ConfigReader, rope: ConfigReader) -> int:
-    """Return the number of values of a head that rotate, or 0 for all."""
+    """Return the number of values of a head that rotate, or 0 for all.
+
+    The key `rotary_dim` has the number itself.
+    """
     outer = config.number("partial_rotary_factor", default=1.0)
     factor = rope.number("partial_rotary_factor", default=outer, low=1e-3, high=1.0)
-    if factor == 1.0:
+    if factor == 1.0 and not config.has("rotary_dim"):
         return 0
     heads = config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", default=max(config.integer("hidden_size") // heads, 1))
+    if config.has("rotary_dim"):
+        if (dim := config.integer("rotary_dim", high=head_dim)) % 2:
+            raise config.refuse(f"{config.name('rotary_dim')} is {dim}. It must be even.")
+        return 0 if dim == head_dim else dim
     if (dim := int(head_dim * factor)) < 2 or dim % 2:
         raise rope.refuse(
             f"partial_rotary_factor is {factor:g} and rotates {dim} of {head_dim} values. Their "
@@ -146,71 +153,6 @@ def ropes_by_layer_type(
         full = rope_from_hf(config, max_position)
         ropes = [full, RopeSettings(theta=local, dim=full.dim)]
     return tuple(ropes), tuple(int(kind == "sliding_attention") for kind in kinds)
-
-
-def rope_from_gguf(
-    config: ConfigReader,
-    prefix: str,
-    *,
-    max_position: int,
-    has_windows: bool = False,
-    is_longrope: bool = False,
-) -> RopeSettings:
-    """Return the settings in `<architecture>.rope.*`, read as llama.cpp reads them.
-
-    The caller adds the divisors of llama3 and longrope, which are tensors. Like llama.cpp, this
-    function ignores yarn_attn_factor and derives the magnitude from the factor. Converters may copy
-    that key from Hugging Face, and savers may write it by default.
-    """
-    theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=LEAST_THETA)
-    if has_windows:
-        _require_neutral(config, f"{prefix}.rope.freq_base_swa", neutral=theta)
-    scaling = f"{prefix}.rope.scaling"
-    kind = config.text(f"{scaling}.type", default="linear")
-    if kind not in ("none", "linear", "yarn"):
-        raise config.refuse(f"{scaling}.type is {kind[:40]!r}. It must be none, linear or yarn.")
-    _require_neutral(config, f"{scaling}.yarn_log_multiplier", neutral=0.0)
-    if (
-        config.number(f"{scaling}.yarn_ext_factor", default=-1.0, low=-1e12) >= 0.0
-    ):  # a negative value means unset
-        neutral = 1.0 if kind == "yarn" else 0.0
-        _require_neutral(config, f"{scaling}.yarn_ext_factor", neutral=neutral)
-    if kind != "yarn" and not is_longrope:
-        _require_neutral(config, f"{scaling}.attn_factor", neutral=1.0)
-    factor = 1.0 if kind == "none" else _gguf_factor(config, prefix)
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return RopeSettings(theta=theta)
-    original = config.integer(
-        f"{scaling}.original_context_length", default=max_position, high=MAX_POSITION
-    )
-    if kind == "linear":
-        return RopeSettings(kind=kind, theta=theta, factor=factor, original_max_position=original)
-    magnitude = _mscale(factor, 1.0) * config.number(
-        f"{scaling}.attn_factor", default=1.0, low=1e-3
-    )
-    return RopeSettings(
-        kind=kind,
-        theta=theta,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=config.number(f"{scaling}.yarn_beta_fast", default=32.0, low=1e-3),
-        beta_slow=config.number(f"{scaling}.yarn_beta_slow", default=1.0, low=1e-3),
-        attention_factor=magnitude,
-    )
-
-
-def _gguf_factor(config: ConfigReader, prefix: str) -> float:
-    """Return the factor from its key or the older key; 0 means 1."""
-    key = f"{prefix}.rope.scaling.factor"
-    if not config.has(key):
-        key = f"{prefix}.rope.scale_linear"
-    factor = config.number(key, default=0.0, high=1e6)
-    return config.number(key, low=1e-3) if factor else 1.0
-
-
-def _require_neutral(config: ConfigReader, key: str, *, neutral: float) -> None:
-    if (value := config.number(key, default=neutral, low=-1e12)) != neutral:
-        raise config.refuse(f"{key} is {value:g}. It must be {neutral:g}.")
 
 
 def _theta(config: ConfigReader, rope: ConfigReader | None) -> float:

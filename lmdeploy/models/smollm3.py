@@ -1,7 +1,6 @@
 """SmolLM3: Llama without RoPE in every fourth layer."""
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RopeSettings
 from lmdeploy.models.family import ModelFamily, Ropes, configured_bias, no_windows, windows_by_type
 from lmdeploy.models.rope import rope_from_hf
 
@@ -21,11 +20,6 @@ def layers_with_rope(config: ConfigReader, num_layers: int) -> list[bool]:
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
     rotates = layers_with_rope(config, num_layers)
     return (rope_from_hf(config, max_position),), tuple(0 if on else -1 for on in rotates)
-
-
-def _gguf_ropes(config: ConfigReader, *, prefix: str, rope: RopeSettings) -> Ropes:
-    layers = range(config.integer(f"{prefix}.block_count"))
-    return (rope,), tuple(0 if (layer + 1) % _PERIOD else -1 for layer in layers)
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -51,6 +45,5 @@ FAMILY = ModelFamily(
     hf_bias=configured_bias,
     gguf_interleaved_rope=True,
     ropes=_ropes,
-    gguf_ropes=_gguf_ropes,
     hf_defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
 )

@@ -42,6 +42,4 @@ FAMILY = ModelFamily(
         "tie_word_embeddings": True,
     },
     structure=lambda config: _STRUCTURE,
-    gguf_structure=lambda config, prefix: _STRUCTURE,
-    gguf_activation="gelu_tanh",
 )

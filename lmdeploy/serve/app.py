@@ -31,7 +31,7 @@ from lmdeploy.serve.http.tracing import RequestTracer
 from lmdeploy.serve.metrics import ErrorCounter, ServerMetrics
 from lmdeploy.serve.rendering.process import MarkdownProcess
 from lmdeploy.serve.routes import ROUTERS
-from lmdeploy.serve.routes.base import BODIES, BODY_REFERENCE
+from lmdeploy.serve.routes.base import BODY_REFERENCE
 from lmdeploy.serve.routes.documentation import finish_schema
 from lmdeploy.serve.routes.web import PUBLIC_PATHS
 from lmdeploy.serve.state import ServerOptions, ServerState
@@ -192,7 +192,8 @@ def _describe_api(app: FastAPI, *, has_keys: bool) -> None:
             return app.openapi_schema
         schema = make_schema()
         _, definitions = models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template=BODY_REFERENCE
+            [(body, "validation") for router in ROUTERS for body in router.bodies],
+            ref_template=BODY_REFERENCE,
         )
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         finish_schema(schema, has_keys=has_keys)

@@ -1,10 +1,9 @@
-"""① Errors of the HTTP server, in OpenAI's format."""
+"""① Errors of the HTTP server, in OpenAI's format or Anthropic's."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -27,6 +26,15 @@ _TYPES = {
     415: "invalid_request_error",
     421: "invalid_request_error",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+ANTHROPIC_PATHS = ("/v1/messages", "/anthropic/")  # beginnings of the paths of its API
 # The engine's name of an option → the field of a request.
 _FIELDS = {
     "stop_words": "stop",
@@ -101,6 +109,19 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
+def anthropic_error_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON object of an error in Anthropic's form."""
+    others = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, others)
+    message = " ".join(error.message.split())
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # clients recognize an overflow by these words
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if error.param == "thread":  # clients then send the whole conversation
+        told["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": told}
+
+
 # JSON may contain them, but clients that read events with str.splitlines end a line there.
 _LINE_ENDS = "\x85\u2028\u2029"
 
@@ -121,11 +142,6 @@ class JsonResponse(JSONResponse):
         return json_bytes(content)
 
 
-ErrorForm = Callable[[ApiError], dict[str, Any]]
-# Beginning of a path → the form of errors in the API to which the path belongs.
-ERROR_FORMS: dict[str, ErrorForm] = {}
-
-
 def error_response(error: ApiError, path: str = "") -> JsonResponse:
     """Return the HTTP response of an error at a path, with the headers of 401, 408 and 503."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
@@ -133,8 +149,8 @@ def error_response(error: ApiError, path: str = "") -> JsonResponse:
         headers["Connection"] = "close"
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
-    forms = [form for beginning, form in ERROR_FORMS.items() if path.startswith(beginning)]
-    return JsonResponse((forms or [error_body])[0](error), error.status, headers)
+    form = anthropic_error_body if path.startswith(ANTHROPIC_PATHS) else error_body
+    return JsonResponse(form(error), error.status, headers)
 
 
 def refusal(error: Exception, path: str = "") -> JsonResponse:

@@ -7,9 +7,9 @@ copies the values that routers and autoscalers read to vLLM's names.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
+    from lmdeploy.kv_store.traffic import StoreStats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ERRORS = (400, 401, 403, 404, 408, 413, 415, 421, 500, 503)
@@ -49,6 +50,98 @@ VLLM_NAMES = {
 }
 
 
+T = TypeVar("T")
+# Name without `_total`, kind, text, and the value: a field of the source, or a function of it.
+_Row = tuple[str, type[GaugeMetricFamily | CounterMetricFamily], str, str | Callable[[T], float]]
+_GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
+
+
+def _used_blocks(stats: _turbomind.EngineStats) -> float:
+    return stats.blocks_active / max(stats.blocks_total, 1)
+
+
+def _hit_rate(stats: _turbomind.EngineStats) -> float:
+    return stats.prefix_hit_tokens / max(stats.prefix_queried_tokens, 1)
+
+
+_ENGINE_METRICS: tuple[_Row[_turbomind.EngineStats], ...] = (
+    ("num_requests_running", _GAUGE, "Running requests.", "num_running"),
+    ("num_requests_waiting", _GAUGE, "Requests waiting in the queue.", "num_waiting"),
+    ("gpu_cache_usage_perc", _GAUGE, "Share of KV blocks in use.", _used_blocks),
+    ("kv_cache_usage_perc", _GAUGE, "Share of KV blocks in use.", _used_blocks),
+    ("kv_cache_blocks_total", _GAUGE, "KV blocks.", "blocks_total"),
+    ("kv_cache_blocks_active", _GAUGE, "KV blocks in use.", "blocks_active"),
+    ("kv_cache_blocks_cached", _GAUGE, "KV blocks kept for prefix reuse.", "blocks_cached"),
+    (
+        "kv_cache_window_blocks_total",
+        _GAUGE,
+        "Blocks in the pools of the window.",
+        "window16_blocks_total",
+    ),
+    ("kv_cache_window_blocks_active", _GAUGE, "16-bit blocks in use.", "window16_blocks_active"),
+    (
+        "kv_cache_window_blocks_cached",
+        _GAUGE,
+        "16-bit blocks kept for prefix reuse.",
+        "window16_blocks_cached",
+    ),
+    (
+        "prefix_cache_hit_rate",
+        _GAUGE,
+        "Share of prompt tokens found in the prefix cache.",
+        _hit_rate,
+    ),
+    ("prompt_tokens", _COUNTER, "Prompt tokens processed.", "prompt_tokens"),
+    ("generation_tokens", _COUNTER, "Tokens generated.", "generated_tokens"),
+    (
+        "spec_decode_num_draft_tokens",
+        _COUNTER,
+        "Tokens computed as drafts of speculative decoding.",
+        "draft_tokens",
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        _COUNTER,
+        "Tokens of drafts that were right.",
+        "accepted_tokens",
+    ),
+    ("cached_tokens", _COUNTER, "Prompt tokens reused from the prefix cache.", "prefix_hit_tokens"),
+    (
+        "prefix_queried_tokens",
+        _COUNTER,
+        "Prompt tokens looked up in the prefix cache.",
+        "prefix_queried_tokens",
+    ),
+    (
+        "prefix_cut_tokens",
+        _COUNTER,
+        "Prompt tokens found in the prefix cache but computed again, because their blocks have no "
+        "16-bit copy.",
+        "prefix_cut_tokens",
+    ),
+    ("num_preemptions", _COUNTER, "Sequences preempted.", "num_preemptions"),
+    ("num_nonfinite_kv", _COUNTER, "NaN and infinite values in K or V.", "num_nonfinite"),
+)
+_HEALTH: tuple[_Row[AsyncEngine], ...] = (
+    ("engine_healthy", _GAUGE, "1 if the engine is healthy, else 0.", "healthy"),
+)
+_STORE_METRICS: tuple[_Row[StoreStats], ...] = (
+    ("kv_store_hits", _COUNTER, "Blocks read from the KV store.", "hits"),
+    ("kv_store_misses", _COUNTER, "Blocks that the KV store did not have.", "misses"),
+    ("kv_store_rejected", _COUNTER, "Values of the KV store that were not authentic.", "rejected"),
+    (
+        "kv_store_errors",
+        _COUNTER,
+        "Errors of the KV store, after each of which it rests.",
+        "errors",
+    ),
+    ("kv_store_written_blocks", _COUNTER, "Blocks written to the KV store.", "written_blocks"),
+    ("kv_store_read_bytes", _COUNTER, "Bytes read from the KV store.", "read_bytes"),
+    ("kv_store_written_bytes", _COUNTER, "Bytes written to the KV store.", "written_bytes"),
+    ("kv_store_read_seconds", _COUNTER, "Seconds for which prompts waited.", "read_seconds"),
+)
+
+
 class _EngineCollector(Collector):
     """Reads the engine's counters at each scrape."""
 
@@ -58,98 +151,22 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        total = max(stats.blocks_total, 1)
-        queried = max(stats.prefix_queried_tokens, 1)
-        gauges = {
-            "num_requests_running": ("Running requests.", stats.num_running),
-            "num_requests_waiting": ("Requests waiting in the queue.", stats.num_waiting),
-            "gpu_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
-            "kv_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
-            "kv_cache_blocks_total": ("KV blocks.", stats.blocks_total),
-            "kv_cache_blocks_active": ("KV blocks in use.", stats.blocks_active),
-            "kv_cache_blocks_cached": ("KV blocks kept for prefix reuse.", stats.blocks_cached),
-            "kv_cache_window_blocks_total": (
-                "Blocks in the pools of the window.",
-                stats.window16_blocks_total,
-            ),
-            "kv_cache_window_blocks_active": (
-                "16-bit blocks in use.",
-                stats.window16_blocks_active,
-            ),
-            "kv_cache_window_blocks_cached": (
-                "16-bit blocks kept for prefix reuse.",
-                stats.window16_blocks_cached,
-            ),
-            "prefix_cache_hit_rate": (
-                "Share of prompt tokens found in the prefix cache.",
-                stats.prefix_hit_tokens / queried,
-            ),
-            "engine_healthy": ("1 if the engine is healthy, else 0.", int(self._engine.healthy)),
-        }
-        # Dashboards may still read the names with "hot".
-        gauges |= {n.replace("_window_", "_hot_"): g for n, g in gauges.items() if "_window_" in n}
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        counters = {
-            "prompt_tokens_total": ("Prompt tokens processed.", stats.prompt_tokens),
-            "generation_tokens_total": ("Tokens generated.", stats.generated_tokens),
-            "spec_decode_num_draft_tokens_total": (
-                "Tokens computed as drafts of speculative decoding.",
-                stats.draft_tokens,
-            ),
-            "spec_decode_num_accepted_tokens_total": (
-                "Tokens of drafts that were right.",
-                stats.accepted_tokens,
-            ),
-            "cached_tokens_total": (
-                "Prompt tokens reused from the prefix cache.",
-                stats.prefix_hit_tokens,
-            ),
-            "prefix_queried_tokens_total": (
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_queried_tokens,
-            ),
-            "prefix_cut_tokens_total": (
-                "Prompt tokens found in the prefix cache but computed again, because their blocks "
-                "have no 16-bit copy.",
-                stats.prefix_cut_tokens,
-            ),
-            "num_preemptions_total": ("Sequences preempted.", stats.num_preemptions),
-            "num_nonfinite_kv_total": ("NaN and infinite values in K or V.", stats.num_nonfinite),
-        }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
-            counter.add_metric(self._labels, value)
-            yield counter
+        yield from self._values(_ENGINE_METRICS, stats)
+        yield from self._values(_HEALTH, self._engine)
         yield self._clipped(stats)
         yield self._cache_info()
         yield self._gemm_info()
         yield self._vllm_cache_info(stats)
-        yield from self._store()
-
-    def _store(self) -> Iterator[Metric]:
-        """Yield the counts of the store of KV blocks, if there is one."""
         traffic = self._engine.loaded.kv_traffic
-        if traffic is None:
-            return
-        stats = traffic.stats
-        for name, text, value in (
-            ("hits", "Blocks read from the KV store.", stats.hits),
-            ("misses", "Blocks that the KV store did not have.", stats.misses),
-            ("rejected", "Values of the KV store that were not authentic.", stats.rejected),
-            ("errors", "Errors of the KV store, after each of which it rests.", stats.errors),
-            ("written_blocks", "Blocks written to the KV store.", stats.written_blocks),
-            ("read_bytes", "Bytes read from the KV store.", stats.read_bytes),
-            ("written_bytes", "Bytes written to the KV store.", stats.written_bytes),
-            ("read_seconds", "Seconds for which prompts waited.", stats.read_seconds),
-        ):
-            counter = CounterMetricFamily(
-                f"lmdeploy:kv_store_{name}_total", text, labels=["model_name"]
-            )
-            counter.add_metric(self._labels, value)
-            yield counter
+        if traffic is not None:
+            yield from self._values(_STORE_METRICS, traffic.stats)
+
+    def _values(self, rows: Iterable[_Row[T]], source: T) -> Iterator[Metric]:
+        for name, kind, text, field in rows:
+            value = getattr(source, field) if isinstance(field, str) else field(source)
+            metric = kind(f"lmdeploy:{name}", text, labels=["model_name"])
+            metric.add_metric(self._labels, value)
+            yield metric
 
     def _clipped(self, stats: _turbomind.EngineStats) -> Metric:
         """Return the number of clipped values for each kind of attention (label `group`)."""

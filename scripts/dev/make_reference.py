@@ -22,7 +22,6 @@ from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
 from lmdeploy.models import FAMILIES
 from lmdeploy.models.rope import ROPE_KINDS
 from lmdeploy.serve.routes import ROUTERS
-from lmdeploy.serve.routes.base import BODIES
 from lmdeploy.serve.schema import ApiRequest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -133,7 +132,7 @@ def make_flags() -> str:
 
 def _bodies() -> Iterator[tuple[str, type[ApiRequest]]]:
     """Yield the path of every POST endpoint with the schema of its body."""
-    models = {model.__name__: model for model in BODIES}
+    models = {model.__name__: model for router in ROUTERS for model in router.bodies}
     routes = (route for router in ROUTERS for route in router.routes)
     for route in (route for route in routes if isinstance(route, APIRoute)):
         extra = route.openapi_extra or {}

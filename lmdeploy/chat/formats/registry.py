@@ -49,69 +49,43 @@ TOOL_CALL_PARSERS: tuple[Parser, ...] = (
         arguments_key="parameters",
         template_marks=("<|action_start|>",),
     ),
-    *(
-        TaggedCalls(
-            names,
-            begin=f"<{prefix}tool_call>",
-            open="<function=",
-            named=">",
-            key="<parameter=",
-            key_end=">",
-            close="</parameter>",
-            shut="</function>",
-            end=f"</{prefix}tool_call>",
-            value_line=value_line,
-            template_marks=(f"<{prefix}tool_call>", "<function="),
-        )
-        for names, prefix, value_line in (
-            (("qwen3coder", "qwen3_coder", "interns2-preview"), "", "\n"),
-            (("seed_oss",), "seed:", ""),
-        )
+    TaggedCalls.from_example(
+        ("qwen3coder", "qwen3_coder", "interns2-preview"),
+        "<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n"
+        "</tool_call>",
+        template_marks=("<tool_call>", "<function="),
+    ),
+    TaggedCalls.from_example(
+        ("seed_oss",),
+        "<seed:tool_call>\n<function={name}>\n<parameter={key}>{value}</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        template_marks=("<seed:tool_call>", "<function="),
+    ),
+    TaggedCalls.from_example(
+        ("glm45",),
+        "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        template_marks=("<tool_call>", "</arg_key>\n<arg_value>"),
+    ),
+    TaggedCalls.from_example(
+        ("glm47",),
+        "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>",
+        template_marks=("<tool_call>", "</arg_key><arg_value>"),
     ),
     *(
-        TaggedCalls(
+        TaggedCalls.from_example(
             (name,),
-            begin="<tool_call>",
-            open="",
-            named="",
-            key="<arg_key>",
-            key_end="</arg_key>",
-            value="<arg_value>",
-            close="</arg_value>",
-            shut="",
-            end="</tool_call>",
-            line=line,
-            template_marks=("<tool_call>", f"</arg_key>{line}<arg_value>"),
-        )
-        for name, line in (("glm45", "\n"), ("glm47", ""))
-    ),
-    *(
-        TaggedCalls(
-            (name,),
-            begin=f"<｜DSML｜{block}>",
-            open='<｜DSML｜invoke name="',
-            named='">',
-            key='<｜DSML｜parameter name="',
-            key_end='" string="',
-            kinds=('true">', 'false">'),
-            close="</｜DSML｜parameter>",
-            shut="</｜DSML｜invoke>",
-            end=f"</｜DSML｜{block}>",
+            f'<｜DSML｜{block}>\n<｜DSML｜invoke name="{{name}}">\n'
+            '<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>\n'
+            f"</｜DSML｜invoke>\n</｜DSML｜{block}>",
             is_block=True,
             template_marks=("｜DSML｜", block),
         )
         for name, block in (("deepseek-v32", "function_calls"), ("deepseek-v4", "tool_calls"))
     ),
-    TaggedCalls(
+    TaggedCalls.from_example(
         ("minimax_m2",),
-        begin="<minimax:tool_call>",
-        open='<invoke name="',
-        named='">',
-        key='<parameter name="',
-        key_end='">',
-        close="</parameter>",
-        shut="</invoke>",
-        end="</minimax:tool_call>",
+        '<minimax:tool_call>\n<invoke name="{name}">\n<parameter name="{key}">{value}</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
         is_block=True,
         template_marks=("<minimax:tool_call>", '<invoke name="'),
     ),

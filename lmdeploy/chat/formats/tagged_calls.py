@@ -30,10 +30,20 @@ from lmdeploy.chat.json_schemas import (
 )
 from lmdeploy.chat.tool_calls import Tool, ToolUse, is_strict, parameters_of, tool_name
 
+# A call that is cut into its tags. Every tag but the ends of names begins with `<`.
+_EXAMPLE = re.compile(
+    r"""(?P<begin> < [^<\n]* >) \n? (?P<open> (?: < [^<\n]* )?) \{name\}
+    (?P<named> [^<\n]*) (?P<line> \n?) (?P<key> < [^<\n]*) \{key\}
+    (?P<key_end> . [^<\n{]*) (?: \{is_string\} (?P<kind> [^<\n{]*) )?
+    (?: (?P=line) (?P<value> < [^<\n{]* >) )? (?P<value_line> \n?) \{value\} (?P=value_line)
+    (?P<close> < [^<\n]* >) \n? (?: (?P<shut> < [^<\n]* >) \n? )? (?P<end> < [^<\n]* >)""",
+    re.VERBOSE,
+)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class TaggedCalls(ToolCallParser):
-    """Calls whose parts are enclosed in tags.
+    """Calls whose parts are enclosed in tags, which `from_example` cuts from an example.
 
     A call is `begin` `open` name `named` (`key` key `key_end` text `close`)* `shut` `end`.
 
@@ -48,24 +58,46 @@ class TaggedCalls(ToolCallParser):
 
     names: tuple[str, ...]
     begin: str
-    end: str
     open: str
     named: str
+    line: str
     key: str
     key_end: str
+    kinds: tuple[str, str] | None  # string, other
+    value: str
+    value_line: str
     close: str
     shut: str
-    is_block: bool = False
-    value: str = ""
-    line: str = "\n"
-    value_line: str = ""
-    kinds: tuple[str, str] | None = None  # string, other
-    template_marks: tuple[str, ...] = ()
-    foreign_marks: tuple[str, ...] = ()
+    end: str
+    is_block: bool
+    template_marks: tuple[str, ...]
+
+    @classmethod
+    def from_example(
+        cls,
+        names: tuple[str, ...],
+        example: str,
+        *,
+        is_block: bool = False,
+        template_marks: tuple[str, ...],
+    ) -> TaggedCalls:
+        """Return the parser of calls like the example. Raise ValueError if it is not a call.
+
+        The example calls the tool {name} with one argument, {key} and {value}. {is_string} stands
+        for true or false.
+        """
+        if (match := _EXAMPLE.fullmatch(example)) is None:
+            raise ValueError(f"{example!r} is not an example of a call.")
+        tags = match.groupdict(default="")
+        kind = tags.pop("kind")
+        kinds = (f"true{kind}", f"false{kind}") if kind else None
+        return cls(
+            names=names, kinds=kinds, is_block=is_block, template_marks=template_marks, **tags
+        )
 
     def matches(self, model: ModelInfo) -> bool:
         """Return whether the template is one of this format."""
-        return model.mentions(self.template_marks, self.foreign_marks)
+        return model.mentions(self.template_marks)
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from lmdeploy.serve.routes import (
     responses,
     web,
 )
+from lmdeploy.serve.routes.base import ApiRouter
 
-ROUTERS = (
+ROUTERS: tuple[ApiRouter, ...] = (
     admin.router,
     chat.router,
     completions.router,

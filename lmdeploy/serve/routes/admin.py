@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -12,12 +12,12 @@ from lmdeploy.base.checks import show
 from lmdeploy.serve.auth import owner_of
 from lmdeploy.serve.errors import ApiError, error_response
 from lmdeploy.serve.http.sessions import NO_SESSION
-from lmdeploy.serve.routes.base import check_model, post, state_of
+from lmdeploy.serve.routes.base import ApiRouter, check_model, post, state_of
 from lmdeploy.serve.routes.documentation import documented
 from lmdeploy.serve.schema import ApiRequest
 from lmdeploy.serve.state import ServerState
 
-router = APIRouter()
+router = ApiRouter()
 _METRICS = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(404)}
 
 

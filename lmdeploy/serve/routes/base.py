@@ -31,11 +31,18 @@ from lmdeploy.serve.streaming import SseResponse
 
 logger = logging.getLogger("lmdeploy")
 
-BODIES: list[type[ApiRequest]] = []  # the body classes of all POST routes
 BODY_REFERENCE = "#/components/schemas/{model}"
 R = TypeVar("R", bound=ApiRequest)
 T = TypeVar("T")
 Handler = Callable[[Request, R], Awaitable[Response]]
+
+
+class ApiRouter(APIRouter):
+    """The routes of one module, and the classes of their bodies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[type[ApiRequest]] = []
 
 
 def state_of(request: Request) -> ServerState:
@@ -45,7 +52,7 @@ def state_of(request: Request) -> ServerState:
 
 
 def post(
-    router: APIRouter,
+    router: ApiRouter,
     path: str,
     *,
     body: type[R],
@@ -91,7 +98,7 @@ def post(
             responses=documented(*OF_POST, *errors, events=events),
             openapi_extra={"requestBody": described},
         )
-        BODIES.append(body)
+        router.bodies.append(body)
         return handler
 
     return register

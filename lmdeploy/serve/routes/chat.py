@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from lmdeploy.base.checks import OptionError
@@ -19,7 +19,7 @@ from lmdeploy.config.unsupported import BODY, CHAT, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.logprobs import chat_logprobs, token_logprobs
-from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.routes.base import ApiRouter, Endpoint, post, respond
 from lmdeploy.serve.routes.conversation import Conversation, prepare_conversation
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
@@ -33,7 +33,7 @@ from lmdeploy.serve.schema import (
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventJson, answer_events
 
-router = APIRouter()
+router = ApiRouter()
 
 
 class ChatCompletionRequest(CompletionFields):

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from lmdeploy.chat.detokenize import TokenDetokenizer
@@ -18,7 +18,7 @@ from lmdeploy.response import Response as Answer
 from lmdeploy.response import join_pieces
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage, encode_prompts
 from lmdeploy.serve.logprobs import CompletionLogprobs
-from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.routes.base import ApiRouter, Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
     CompletionFields,
@@ -28,7 +28,7 @@ from lmdeploy.serve.schema import (
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventJson, answer_events
 
-router = APIRouter()
+router = ApiRouter()
 
 
 class CompletionRequest(CompletionFields):

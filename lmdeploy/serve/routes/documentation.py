@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
+
+from lmdeploy.serve.errors import ANTHROPIC_PATHS
 
 _DESCRIPTIONS = {
     400: "A field of the request is wrong, or the client disconnected.",
@@ -36,13 +38,18 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every error."""
+    """The body of every error of OpenAI's API and the server's own."""
 
     error: ErrorDetail
 
 
-# Beginning of a path → the body of errors in the API to which the path belongs.
-ERROR_MODELS: dict[str, type[BaseModel]] = {}
+class AnthropicError(BaseModel):
+    """The body of every error of Anthropic's API."""
+
+    type: Literal["error"]
+    error: dict[str, Any]  # type, message and perhaps details
+
+
 Documented = dict[int | str, dict[str, Any]]
 
 
@@ -75,10 +82,9 @@ def finish_schema(schema: dict[str, Any], *, has_keys: bool) -> None:
             if has_keys and path != "/health":
                 operation["responses"]["401"] = _described(401)
                 operation["security"] = [{"api_key": []}]
-        for beginning, model in ERROR_MODELS.items():
-            if path.startswith(beginning):
-                schemas[model.__name__] = model.model_json_schema()
-                _set_error_model(operations.values(), model.__name__)
+        if path.startswith(ANTHROPIC_PATHS):
+            schemas[AnthropicError.__name__] = AnthropicError.model_json_schema()
+            _set_error_model(operations.values(), AnthropicError.__name__)
     if has_keys:
         scheme = {"type": "http", "scheme": "bearer"}
         schema["components"]["securitySchemes"] = {"api_key": scheme}

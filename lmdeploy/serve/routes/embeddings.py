@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from lmdeploy.base.checks import OptionError
@@ -17,11 +17,11 @@ from lmdeploy.config.unsupported import EMBEDDING, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.errors import JsonResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage, encode_prompts
-from lmdeploy.serve.routes.base import check_model, post, run_prompts, state_of
+from lmdeploy.serve.routes.base import ApiRouter, check_model, post, run_prompts, state_of
 from lmdeploy.serve.schema import ApiRequest, Prompts, Unsupported
 from lmdeploy.serve.state import ServerState
 
-router = APIRouter()
+router = ApiRouter()
 Vector = npt.NDArray[np.float32]
 
 

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_chat, encode_text
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.errors import JsonResponse
-from lmdeploy.serve.routes.base import post, state_of, until_disconnect
+from lmdeploy.serve.routes.base import ApiRouter, post, state_of, until_disconnect
 from lmdeploy.serve.schema import MAX_PROMPTS, ApiRequest, ManyTexts
 
 MAX_ENCODED_TOKENS = 1 << 22  # in one response
 
-router = APIRouter()
+router = ApiRouter()
 
 
 class EncodeRequest(ApiRequest):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from lmdeploy.serve.errors import ApiError
-from lmdeploy.serve.routes.base import state_of
+from lmdeploy.serve.routes.base import ApiRouter, state_of
 from lmdeploy.serve.routes.documentation import documented
 from lmdeploy.serve.state import ServerState
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
 
-router = APIRouter()
+router = ApiRouter()
 
 
 @router.get("/v1/engine/stats", responses=documented(404))

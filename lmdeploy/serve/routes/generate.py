@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from lmdeploy.base.checks import OptionError
@@ -16,7 +16,7 @@ from lmdeploy.config.unsupported import BODY, GENERATE, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, PreparedRequest
 from lmdeploy.serve.logprobs import LOWEST, token_logprobs
-from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.routes.base import ApiRouter, Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
     Ids,
@@ -28,7 +28,7 @@ from lmdeploy.serve.schema import (
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import answer_events
 
-router = APIRouter()
+router = ApiRouter()
 
 
 class GenerateRequest(SamplingFields):

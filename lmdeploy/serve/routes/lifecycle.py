@@ -7,18 +7,18 @@ import ipaddress
 import logging
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from lmdeploy.base.checks import show
 from lmdeploy.engine.async_engine import SLEEPING_PARTS
 from lmdeploy.serve.errors import ApiError
-from lmdeploy.serve.routes.base import state_of
+from lmdeploy.serve.routes.base import ApiRouter, state_of
 from lmdeploy.serve.routes.documentation import documented
 
 logger = logging.getLogger("lmdeploy")
 
-router = APIRouter()
+router = ApiRouter()
 _FETCH_SITES = (None, "none", "same-origin")  # values of Sec-Fetch-Site of the server's own pages
 
 

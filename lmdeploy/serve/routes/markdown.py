@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from lmdeploy.serve.errors import ApiError, JsonResponse
 from lmdeploy.serve.rendering.child import MAX_SECONDS
 from lmdeploy.serve.rendering.process import RenderingError
 from lmdeploy.serve.rendering.tree import MAX_MARKDOWN_NODES
-from lmdeploy.serve.routes.base import post, state_of, until_disconnect
+from lmdeploy.serve.routes.base import ApiRouter, post, state_of, until_disconnect
 from lmdeploy.serve.schema import ApiRequest
 
 MAX_MARKDOWN_CHARS = 1 << 16
 
-router = APIRouter()
+router = ApiRouter()
 
 
 class MarkdownRequest(ApiRequest):

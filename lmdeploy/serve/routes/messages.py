@@ -9,23 +9,22 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from fastapi import Request, Response
+from pydantic import Field
 
 from lmdeploy.base.checks import OptionError, refuse, show
 from lmdeploy.chat.tool_calls import ToolCall
 from lmdeploy.config.unsupported import MESSAGES, unsupported_body_fields
 from lmdeploy.response import Response as Answer
-from lmdeploy.serve.errors import ERROR_FORMS, ApiError, JsonResponse
+from lmdeploy.serve.errors import JsonResponse, anthropic_error_body
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
-from lmdeploy.serve.routes.base import Endpoint, check_model, post, respond, state_of
+from lmdeploy.serve.routes.base import ApiRouter, Endpoint, check_model, post, respond, state_of
 from lmdeploy.serve.routes.conversation import (
     Conversation,
     count_prompt_tokens,
     prepare_conversation,
     runnable_tools,
 )
-from lmdeploy.serve.routes.documentation import ERROR_MODELS
 from lmdeploy.serve.sampling import Limits
 from lmdeploy.serve.schema import (
     ApiRequest,
@@ -40,16 +39,8 @@ from lmdeploy.serve.schema import (
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
-router = APIRouter()
+router = ApiRouter()
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _BILLING = "x-anthropic-billing-header:"
 # Blocks of tools that only Anthropic's servers run.
 _SKIPPED_BLOCKS = re.compile(r"redacted_thinking|server_tool_use|mcp_tool_use|\w+_tool_result")
@@ -111,32 +102,7 @@ def _response_format(output_format: Any) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": output_format.get("schema")}}
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON object of an error in Anthropic's form."""
-    others = "invalid_request_error" if error.status < 500 else "api_error"
-    kind = _ERROR_TYPES.get(error.status, others)
-    message = " ".join(error.message.split())
-    if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # clients recognize an overflow by these words
-    told: dict[str, Any] = {"type": kind, "message": message}
-    if error.param == "thread":  # clients then send the whole conversation
-        told["details"] = {"error_code": "thread_unsupported_request"}
-    return {"type": "error", "error": told}
-
-
-_EVENTS = EventForm(error_body, is_named=True)
-
-
-class AnthropicError(BaseModel):
-    """The body of every error of this API."""
-
-    type: Literal["error"]
-    error: dict[str, Any]  # type, message and perhaps details
-
-
-for _beginning in ("/v1/messages", "/anthropic/"):
-    ERROR_FORMS[_beginning] = error_body
-    ERROR_MODELS[_beginning] = AnthropicError
+_EVENTS = EventForm(anthropic_error_body, is_named=True)
 
 
 # Requests.

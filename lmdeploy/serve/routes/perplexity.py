@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.serve.errors import ApiError, JsonResponse
 from lmdeploy.serve.jobs import PreparedRequest, encode_prompts
-from lmdeploy.serve.routes.base import post, run_prompts, state_of
+from lmdeploy.serve.routes.base import ApiRouter, post, run_prompts, state_of
 from lmdeploy.serve.schema import ApiRequest, Ids
 from lmdeploy.serve.state import ServerState
 
-router = APIRouter()
+router = ApiRouter()
 
 
 class PerplexityRequest(ApiRequest):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field, PrivateAttr
 
 from lmdeploy.base.checks import OptionError, refuse
@@ -21,7 +21,7 @@ from lmdeploy.serve.errors import ApiError, JsonResponse, error_response
 from lmdeploy.serve.http.response_store import StoredResponse
 from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
-from lmdeploy.serve.routes.base import Endpoint, check_model, post, respond, state_of
+from lmdeploy.serve.routes.base import ApiRouter, Endpoint, check_model, post, respond, state_of
 from lmdeploy.serve.routes.conversation import count_prompt_tokens, prepare_conversation
 from lmdeploy.serve.routes.documentation import documented
 from lmdeploy.serve.routes.response_input import (
@@ -38,7 +38,7 @@ from lmdeploy.serve.schema import Items, SamplingFields, Texts, Unsupported
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
 
-router = APIRouter()
+router = ApiRouter()
 
 _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 _EMPTY_TOOL: Item = {"description": None, "parameters": None, "strict": None}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import FileResponse
 
 from lmdeploy.serve.errors import ApiError
-from lmdeploy.serve.routes.base import state_of
+from lmdeploy.serve.routes.base import ApiRouter, state_of
 
-router = APIRouter()
+router = ApiRouter()
 
 _TYPES = {
     ".css": "text/css",

@@ -81,10 +81,10 @@ def test_open_checkpoint_moe_settings_of_every_family_are_read(tmp_path: Path) -
     assert folder.activation == "silu"
 
 
-def test_config_from_hf_published_gpt_oss_config_is_read() -> None:
+def test_read_decoder_published_gpt_oss_config_is_read() -> None:
     # The published config.json gives some values and omits others.
-    from lmdeploy.checkpoint.hf import config_from_hf
     from lmdeploy.models.gpt_oss import FAMILY
+    from lmdeploy.models.read_decoder import read_decoder
 
     values = {
         "hidden_size": 2880,
@@ -98,7 +98,7 @@ def test_config_from_hf_published_gpt_oss_config_is_read() -> None:
         "hidden_act": "silu",
     }
     reader = ConfigReader(values, "x").with_defaults(FAMILY.hf_defaults)
-    config = config_from_hf(reader, FAMILY)
+    config = read_decoder(reader, FAMILY)
     assert config.windows == (128, 0) * 12
     assert (config.head_dim, config.activation, config.swiglu_limit) == (64, "clamped_swiglu", 7.0)
     assert (config.rope.kind, config.rope.theta, config.rope.truncate) == ("yarn", 150000.0, False)

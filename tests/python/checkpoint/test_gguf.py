@@ -27,12 +27,12 @@ from lmdeploy.checkpoint.files.gguf_file import FORMATS, GgufFile, format_name
 from lmdeploy.checkpoint.files.tensor_file import (
     SUPPORTED_FORMATS,
 )
-from lmdeploy.checkpoint.gguf import _check_window_pattern
 from lmdeploy.checkpoint.load import LoadedWeights, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.engine import model_files
 from lmdeploy.engine.load import load_engine
 from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.gguf_config import check_window_pattern
 
 LLAMA = TINY_MODELS[0]
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -283,14 +283,14 @@ def test_check_window_pattern_accepts_only_the_given_windows(pattern: Any, good:
     key = "gpt-oss.attention.sliding_window_pattern"
     reader = ConfigReader({key: pattern}, "x")
     if good:
-        _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
+        check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
     else:
         with pytest.raises(
             ModelFormatError, match=f"{key} has other windows.* must be true, false, true, false"
         ):
-            _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
-    _check_window_pattern(reader, "gpt-oss", windows=(0, 0, 0, 0))
-    _check_window_pattern(ConfigReader({}, "x"), "gpt-oss", windows=(128, 0, 128, 0))
+            check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
+    check_window_pattern(reader, "gpt-oss", windows=(0, 0, 0, 0))
+    check_window_pattern(ConfigReader({}, "x"), "gpt-oss", windows=(128, 0, 128, 0))
 
 
 def damaged(good: Path, tmp_path: Path, change: Any) -> Path:

@@ -14,12 +14,24 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.open import open_checkpoint
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.plan import engine_config_of, longest_position
-from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.config_reader import ConfigReader, MetadataReader
 from lmdeploy.models.decoder_config import RopeSettings
+from lmdeploy.models.gguf_config import check_metadata, translate_metadata
 from lmdeploy.models.gpt_oss import FAMILY as GPT_OSS
-from lmdeploy.models.rope import rope_from_gguf, rope_from_hf
+from lmdeploy.models.llama import FAMILY as LLAMA
+from lmdeploy.models.read_decoder import read_decoder
+from lmdeploy.models.rope import rope_from_hf
 
 MAX_POSITION = 512
+METADATA = {
+    "general.architecture": "m",
+    "m.attention.head_count": 1,
+    "m.attention.layer_norm_rms_epsilon": 1e-5,
+    "m.block_count": 1,
+    "m.context_length": MAX_POSITION,
+    "m.embedding_length": 64,
+    "m.feed_forward_length": 64,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -29,8 +41,15 @@ def from_hf(default: dict[str, Any] | None = None, **values: Any) -> RopeSetting
 
 def from_gguf(**values: Any) -> RopeSettings:
     """Read keys given without `<architecture>.rope.`; two underscores replace a period."""
-    metadata = {f"m.rope.{key.replace('__', '.')}": value for key, value in values.items()}
-    return rope_from_gguf(ConfigReader(metadata, "x"), "m", max_position=MAX_POSITION)
+    return of_metadata({f"m.rope.{key.replace('__', '.')}": value for key, value in values.items()})
+
+
+def of_metadata(values: dict[str, Any]) -> RopeSettings:
+    metadata = MetadataReader({**METADATA, **values}, "x")
+    of_tensors = {"vocab_size": 8, "tie_word_embeddings": True}
+    config = read_decoder(translate_metadata(metadata, LLAMA, of_tensors=of_tensors), LLAMA)
+    check_metadata(metadata, config)
+    return config.rope
 
 
 def test_rope_from_hf_old_and_new_spelling_agree() -> None:
@@ -207,10 +226,7 @@ def test_engine_config_of_too_long_session_logs_a_warning(
 ) -> None:
     values = TINY_MODELS[0].config_values() | {"rope_parameters": rope, "rms_norm_eps": 1e-5}
     values["hidden_act"] = "silu"
-    from lmdeploy.checkpoint.hf import config_from_hf
-    from lmdeploy.models.llama import FAMILY
-
-    model = config_from_hf(ConfigReader(values, "x"), FAMILY).to_engine("bfloat16")
+    model = read_decoder(ConfigReader(values, "x"), LLAMA).to_engine("bfloat16")
     assert longest_position(model) == longest
 
     def plan(session_len: int | None) -> tuple[int, str]:
@@ -230,8 +246,8 @@ def test_engine_config_of_too_long_session_logs_a_warning(
 
 def test_rope_from_gguf_other_base_for_windows_is_rejected() -> None:
     values = {"m.rope.freq_base": 1e6, "m.rope.freq_base_swa": 1e4}
-    options = {"max_position": MAX_POSITION, "has_windows": True}
+    values["m.attention.sliding_window"] = 24
     with pytest.raises(ModelFormatError, match=r"freq_base_swa is 10000. It must be 1e\+06"):
-        rope_from_gguf(ConfigReader(values, "x"), "m", **options)
+        of_metadata(values)
     values["m.rope.freq_base_swa"] = 1e6
-    assert rope_from_gguf(ConfigReader(values, "x"), "m", **options) == RopeSettings(theta=1e6)
+    assert of_metadata(values) == RopeSettings(theta=1e6)

@@ -14,7 +14,7 @@ from fake_engine import make_engine
 from serving import post, serving
 
 from lmdeploy.serve import app
-from lmdeploy.serve.routes import ROUTERS, base
+from lmdeploy.serve.routes import ROUTERS
 
 RECIPES = Path(__file__).parents[3] / "docs" / "extending.md"
 
@@ -28,10 +28,8 @@ def endpoint(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("recipe_count", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "recipe_count", module)
-    monkeypatch.setattr(base, "BODIES", [*base.BODIES])
     spec.loader.exec_module(module)
     monkeypatch.setattr(app, "ROUTERS", (*ROUTERS, module.router))
-    monkeypatch.setattr(app, "BODIES", base.BODIES)
     return module
 
 

@@ -137,7 +137,7 @@ def metric_table() -> str:
     for family in families:
         short = family.name.removeprefix("lmdeploy:")
         end = "_total" if family.type == "counter" else ""
-        if "_hot_" not in short and not family.name.startswith("vllm:"):
+        if not family.name.startswith("vllm:"):
             names = [family.name, *(f"vllm:{name}" for name in VLLM_NAMES.get(short, ()))]
             cell = "<br>".join(f"`{name}{end}`" for name in names)
             lines.append(f"| {cell} | {family.type} | {family.documentation} |")

@@ -24,6 +24,7 @@ from lmdeploy.chat.formats.base import (
     ToolCallParser,
 )
 from lmdeploy.chat.formats.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
+from lmdeploy.chat.formats.tagged_calls import TaggedCalls
 from lmdeploy.chat.tool_calls import ToolUse, check_tool_use, join_tool_calls
 
 SCHEMA = {
@@ -402,3 +403,19 @@ def test_json_calls_arguments_arrive_as_they_come() -> None:
     arguments = ["".join(c.function.arguments for c in part.tool_calls) for part in parts]
     assert names[0][0] == "f" and arguments == ['{"city"', ': "Par', 'is"}', ""]
     assert json.loads("".join(arguments)) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize(
+    "example",
+    ["", "{name}{key}{value}", "<c>{name}<k>{key}</k>{value}", "<c>{name}<k>{value}</k>{key}</c>"],
+)
+def test_tagged_calls_from_text_that_is_no_call_is_rejected(example: str) -> None:
+    with pytest.raises(ValueError, match="is not an example of a call"):
+        TaggedCalls.from_example(("x",), example, template_marks=())
+
+
+def test_tagged_calls_from_example_cuts_every_tag() -> None:
+    example = '<a>\n<b={name}>\n<c k="{key}" s={is_string}>\n{value}\n</c>\n</b>\n</a>'
+    calls = TaggedCalls.from_example(("x",), example, template_marks=())
+    assert calls.marks == ("<a>", "</a>", "<b=", '<c k="', '" s=', "</c>", "</b>")
+    assert (calls.kinds, calls.line, calls.value_line) == (("true>", "false>"), "\n", "\n")
