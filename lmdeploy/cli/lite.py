@@ -7,14 +7,18 @@ import os
 from pathlib import Path
 
 from lmdeploy.base.checks import refuse
-from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, add_log_level, kv_ingredients
+from lmdeploy.cli.engine_flags import add_log_level
 from lmdeploy.cli.lite_weights import add_weight_commands
+from lmdeploy.cli.option_flags import add_flags, flag_values, names_of
+from lmdeploy.config.engine import KV_INGREDIENTS, TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     TABLE_SUFFIXES,
     UNCALIBRATED_QUALITIES,
     reported_formats,
 )
+
+_INGREDIENTS = names_of(TurbomindEngineConfig, KV_INGREDIENTS)
 
 
 def add_lite_commands(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +144,7 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         default=None,
         help="file from `lmdeploy lite calibrate`, required for --kv-quality best",
     )
-    add_kv_ingredient_flags(parser)
+    add_flags(parser, TurbomindEngineConfig, title=KV_INGREDIENTS, names=_INGREDIENTS)
     parser.add_argument(
         "--output", type=Path, default=None, help="YAML file to write (default: print the table)"
     )
@@ -165,7 +169,7 @@ def _kv_search(args: argparse.Namespace) -> int:
         cache={
             "kv_quality": args.kv_quality,
             "kv_calibration": args.kv_calibration,
-            **kv_ingredients(args),
+            **flag_values(TurbomindEngineConfig, args, _INGREDIENTS),
         },
     )
     result = search_file(args.model_path, args.text, options=options)

@@ -6,7 +6,6 @@ Run it after a change to a flag, a field, a limit or a model: python scripts/dev
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from lmdeploy.checkpoint.files.text_part import TEXT_ARCHITECTURES
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
-from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
+from lmdeploy.config.option import MAX_INT, DeclaredOption, options_of
 from lmdeploy.models import FAMILIES
 from lmdeploy.models.rope import ROPE_KINDS
 from lmdeploy.serve.routes import ROUTERS
@@ -168,6 +167,21 @@ def _allowed(field: dict[str, Any]) -> str:
     return " or ".join(texts)
 
 
+def _values(option: DeclaredOption) -> str:
+    """Describe the values of an option in Python."""
+    low, high, above = option.more.low, option.more.high, option.more.above
+    if option.choices:
+        texts = [f"`{choice!r}`" for choice in option.choices]
+    else:
+        texts = [f"`{k.__name__ if isinstance(k, type) else k}`" for k in option.kinds]
+    if option.kind in (int, float) and not option.choices and option.more.check is None:
+        texts[0] += f" ≥ {_number(low)}" if above is None else f" > {_number(above)}"
+        texts[0] += f", ≤ {_number(high)}" if high != MAX_INT else ""
+    elif option.kind in (list[int], list[str]) and option.more.check is None:
+        texts[0] += f", at most {int(high):,}"
+    return " or ".join([*texts, "`None`"] if option.is_optional else texts)
+
+
 def _number(value: float) -> str:
     exponent = int(abs(value)).bit_length() - 1
     if exponent > 20 and abs(value) == 2**exponent:
@@ -196,17 +210,18 @@ def make_fields() -> str:
             default = "required" if required else _default(field.get("default"))
             rows.append([f"`{name}`", _allowed(field), default])
         parts += [f"### `{path}`", _table(["field", "values", "default"], rows)]
-    for config, unsupported in (
-        (TurbomindEngineConfig, unsupported_fields(ENGINE)),
-        (GenerationConfig, unsupported_fields(GENERATION)),
-    ):
-        rows = [
-            [f"`{field.name}`", f"`{field.type}`", _default(getattr(config(), field.name))]
-            for field in dataclasses.fields(config)
-            if field.name not in unsupported
+    for cls in (TurbomindEngineConfig, GenerationConfig):
+        options = options_of(cls).values()
+        built = [option for option in options if option.more.unsupported is None]
+        rows = [[f"`{o.name}`", _values(o), _default(o.default), o.meaning] for o in built]
+        parts += [f"## {cls.__name__}", _table(["option", "values", "default", "meaning"], rows)]
+        refused = [
+            [f"`{o.name}`", f"`{o.default!r}`", o.more.unsupported]
+            for o in options
+            if o not in built
         ]
-        parts += [f"## {config.__name__}", _table(["option", "type", "default"], rows)]
-    parts.append("LMDeploy's other options are accepted with their default value only.")
+        parts.append("Every other value of these options of LMDeploy is refused:")
+        parts.append(_table(["option", "only value", "because"], refused))
     return _page("Fields", *parts)
 
 
@@ -248,10 +263,14 @@ def make_models() -> str:
         "prefixes, such as `language_model.model.` or `transformer.`.",
         "A key of config.json that changes the computation and is not built is refused with its "
         "value, and so is a tensor that the family does not use. RoPE kinds are "
-        f"{', '.join(ROPE_KINDS)}. With longrope, all sequences use the long factors if "
-        "`--session-len` exceeds the original length, and the short ones otherwise, so that they "
-        "can share cached keys; transformers chooses for each call. A GGUF `llama` with an "
-        "`expert_count` is a Mixtral.",
+        f"{', '.join(ROPE_KINDS)}. With longrope, the engine chooses once per sequence: a prompt "
+        "plus `max_tokens` that fits the original length uses the short factors, a longer one the "
+        "long factors from its first token on, so cached keys never change their meaning. "
+        "transformers chooses for each call by the length so far. A request without `max_tokens` "
+        "may fill the session, so it uses the long factors if `--session-len` exceeds the original "
+        "length. Sequences share cached prefixes only with those of the same choice. A model with "
+        "biases of K uses the long factors for all sequences of such a session, and so does a "
+        "draft model. A GGUF `llama` with an `expert_count` is a Mixtral.",
         "Tests compare the logits of a small random model of every family with transformers, in "
         "FP32 (`tests/python/models`). The largest error is at most 3e-5 of the largest logit, in "
         "one step and in chunks, and greedy tokens are equal. InternLM is compared with a Llama "
