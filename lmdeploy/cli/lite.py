@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from lmdeploy.base.checks import refuse
+from lmdeploy.base.checks import flag_of, refuse
 from lmdeploy.cli.engine_flags import add_log_level
 from lmdeploy.cli.lite_weights import add_weight_commands
 from lmdeploy.cli.option_flags import add_flags, flag_values, names_of
@@ -63,7 +63,10 @@ def check_output(path: Path) -> None:
     """Raise ValueError if `path` cannot be written. Call it before minutes of work."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise refuse(
-            "output", str(path), wanted="a writable file in an existing folder", flag="--output"
+            "output",
+            str(path),
+            wanted="a writable file in an existing folder",
+            flag=flag_of("output"),
         )
 
 
@@ -158,7 +161,7 @@ def _kv_search(args: argparse.Namespace) -> int:
         check_output(args.output)
         if args.output.suffix.lower() not in TABLE_SUFFIXES:
             wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}"
-            raise refuse("output", str(args.output), wanted=wanted, flag="--output")
+            raise refuse("output", str(args.output), wanted=wanted, flag=flag_of("output"))
     options = SearchOptions(
         budget_bits=args.budget,
         at_tokens=args.at_tokens,
@@ -257,7 +260,7 @@ def _kv_report(args: argparse.Namespace) -> int:
     for path in args.text:
         read_text(path)  # report errors of the texts before those of other flags
     if args.calibration_text is not None:
-        read_text(args.calibration_text, flag="--calibration-text")
+        read_text(args.calibration_text, flag=flag_of("calibration_text"))
     calibrated = args.calibration is not None or args.calibration_text is not None
     qualities = KV_QUALITIES if calibrated else UNCALIBRATED_QUALITIES
     options = ReportOptions(

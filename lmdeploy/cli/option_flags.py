@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import re
@@ -52,7 +53,8 @@ def flag_values(
     cls: type, args: argparse.Namespace, names: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Return the values of the flags that `add_flags` added, by the names of the options."""
-    return {option.name: getattr(args, option.name) for option in _with_flags(cls, names)}
+    values = {option.name: getattr(args, option.name) for option in _with_flags(cls, names)}
+    return {name: copy.copy(value) for name, value in values.items()}  # not the default itself
 
 
 def names_of(cls: type, *groups: str) -> tuple[str, ...]:

@@ -211,11 +211,14 @@ class TurbomindEngineConfig:
     devices: Annotated[list[int] | None, Option(check=_check_devices, num_values=1)] = None
     session_len: Annotated[int | None, Option(low=1, affects_kv="resolved")] = None
     max_batch_size: Annotated[int | None, Option(low=1, high=4096)] = None
-    cache_max_entry_count: Annotated[float, Option(check=_check_cache_size)] = 0.8
+    cache_max_entry_count: Annotated[float, Option(check=_check_cache_size, to_core=True)] = 0.8
     cache_chunk_size: Annotated[int, _WHOLE_BLOCKS] = -1
-    cache_block_seq_len: Annotated[int, Option(choices=BLOCK_LENGTHS, affects_kv="resolved")] = 64
+    cache_block_seq_len: Annotated[
+        int, Option(choices=BLOCK_LENGTHS, affects_kv="resolved", to_core=True)
+    ] = 64
     enable_prefix_caching: Annotated[
-        bool, Option(flags=("--enable-prefix-caching", "--disable-prefix-caching"))
+        bool,
+        Option(flags=("--enable-prefix-caching", "--disable-prefix-caching"), to_core=True),
     ] = True
     speculative_algorithm: Annotated[str | None, Option(choices=SPECULATIVE_ALGORITHMS)] = None
     speculative_draft_model: Annotated[str | None, Option(metavar="MODEL")] = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from lmdeploy.base.checks import OptionError, check_number, is_int, refuse, refuse_item
-from lmdeploy.config.option import Option, check, options_of
+from lmdeploy.config.option import Option, check
 
 logger = logging.getLogger("lmdeploy")
 
@@ -178,9 +178,6 @@ class GenerationConfig:
                 "output_logits.",
             )
 
-
-# The options that the request of the C++ engine has under the same names.
-CORE_OPTIONS = tuple(o.name for o in options_of(GenerationConfig).values() if o.more.to_core)
 
 # Defaults of the server and `lmdeploy chat` for fields that generation_config.json lacks.
 _SAMPLING_DEFAULTS: dict[str, float | int] = {

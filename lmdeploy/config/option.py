@@ -39,6 +39,7 @@ from lmdeploy.base.checks import (
 )
 
 MAX_INT = 2**31 - 1
+MAX_CHARS = 4096  # of a string in a list
 _ENTRY = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.M)
 
 
@@ -56,7 +57,7 @@ class Option:
         affects_kv: whether stored keys and values depend on it. `value` puts every value except the
             default into the identity of a KV store. `resolved` says that the identity has what the
             value becomes for a model.
-        to_core: copy the value of a request to the request of the C++ engine.
+        to_core: the C++ core has the value under the same name (`copy_to_core`).
         flags: the flags, instead of that of the name. None makes no flag.
         group: the section of the flag in --help. None takes that of the class.
         num_values: the number of values of the flag of a list, as argparse's nargs.
@@ -134,8 +135,7 @@ class DeclaredOption:
         elif kind == list[int]:
             check_ids(name, value, max_items=int(more.high))
         elif kind == list[str]:
-            limit = {"max_items": int(more.high), "max_chars": MAX_CHARS}
-            check_strings(name, value, flag=flag, **limit)
+            check_strings(name, value, max_items=int(more.high), max_chars=MAX_CHARS, flag=flag)
         elif kind is str and (not isinstance(value, str) or not value):
             raise refuse(name, value, wanted=more.wanted or "a non-empty string", flag=flag)
         elif typing.get_origin(kind) is dict and not isinstance(value, dict):
@@ -145,9 +145,6 @@ class DeclaredOption:
         if type(value) is not type(self.default) or value != self.default:
             reason = f"is {show(value)}, which is not supported: {self.more.unsupported}."
             raise OptionError(self.name, f"{reason} Leave it at {self.default!r}.")
-
-
-MAX_CHARS = 4096  # of a string in a list
 
 
 @functools.cache
@@ -188,6 +185,13 @@ def check(config: Any, *, names_flags: bool = True) -> None:
     for name, option in options_of(config.__class__).items():
         flag = option.flags[0] if names_flags and option.flags else None
         option.check(getattr(config, name), flag=flag)
+
+
+def copy_to_core(config: Any, target: Any) -> None:
+    """Set the attributes of an object of the C++ core that have the names of options."""
+    for name, option in options_of(config.__class__).items():
+        if option.more.to_core:
+            setattr(target, name, getattr(config, name))
 
 
 def unsupported_defaults(cls: type) -> dict[str, Any]:

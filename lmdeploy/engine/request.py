@@ -11,11 +11,12 @@ from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.text import TextDecoder
 from lmdeploy.chat.grammar import Grammars, TokenMask, grammar_text, response_grammar
 from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter
-from lmdeploy.config.generation import CORE_OPTIONS, GenerationConfig
+from lmdeploy.config.option import copy_to_core
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
     from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.config.generation import GenerationConfig
     from lmdeploy.engine.load import LoadedEngine
 
 
@@ -239,8 +240,7 @@ def set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
     """Set the sampling fields of `request`. `index` is that of `AsyncEngine.submit`."""
     request.do_sample = config.do_sample and config.temperature > 0
     request.temperature = config.temperature or 1.0
-    for name in CORE_OPTIONS:
-        setattr(request, name, getattr(config, name))
+    copy_to_core(config, request)
     seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
     request.seed = (seed + index) % 2**64
     request.logit_bias = list((config.logit_bias or {}).items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lmdeploy.base.checks import refuse, user_path
+from lmdeploy.base.checks import flag_of, refuse, user_path
 from lmdeploy.base.files import read_json_object
 from lmdeploy.config.generation import GenerationConfig, sampling_defaults
 from lmdeploy.config.option import options_of
@@ -32,12 +32,12 @@ def read_sampling(generation_config: str) -> dict[str, Any] | None:
         return None
     if generation_config in ("none", "lmdeploy", "vllm"):
         return sampling_defaults({})
-    path = user_path("generation_config", generation_config, flag="--generation-config")
+    path = user_path("generation_config", generation_config, flag=flag_of("generation_config"))
     if path.is_dir():
         path = path / "generation_config.json"
     if not path.is_file():
         wanted = "auto, none, lmdeploy, or the path of a generation_config.json or of its folder"
-        flag = "--generation-config"
+        flag = flag_of("generation_config")
         raise refuse("generation_config", generation_config, wanted=wanted, flag=flag)
     return sampling_defaults(read_json_object(path, _MAX_FILE_BYTES))
 

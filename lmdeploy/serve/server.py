@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 
 import uvicorn
 
-from lmdeploy.base.checks import OptionError, check_instance, refuse
+from lmdeploy.base.checks import OptionError, check_instance, flag_of, refuse
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
@@ -60,7 +60,7 @@ def bind(server_name: str, server_port: int) -> socket.socket:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
         raise refuse(
-            "server_name", server_name, wanted="an address", flag="--server-name"
+            "server_name", server_name, wanted="an address", flag=flag_of("server_name")
         ) from None
     sock = socket.socket(info[0], socket.SOCK_STREAM)
     try:
@@ -88,7 +88,10 @@ def listen(sock: socket.socket, server_name: str) -> None:
 def _taken(server_name: str, server_port: int, *, error: OSError) -> ValueError:
     if error.errno == errno.EADDRNOTAVAIL:
         return refuse(
-            "server_name", server_name, wanted="an address of this machine", flag="--server-name"
+            "server_name",
+            server_name,
+            wanted="an address of this machine",
+            flag=flag_of("server_name"),
         )
     return ValueError(
         f"The server cannot listen on {server_name}:{server_port}: {error.strerror}. Choose a free "
@@ -132,7 +135,7 @@ def _check_proxy(url: str) -> None:
         is_address = False
     if not is_address:
         wanted = "http://HOST:PORT or https://HOST:PORT"
-        raise refuse("proxy_url", without_password(url), wanted=wanted, flag="--proxy-url")
+        raise refuse("proxy_url", without_password(url), wanted=wanted, flag=flag_of("proxy_url"))
 
 
 def without_password(url: str) -> str:

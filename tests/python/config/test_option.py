@@ -14,8 +14,7 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy import GenerationConfig, TurbomindEngineConfig, _turbomind
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.option_flags import add_flags, flag_values, refused_flags
-from lmdeploy.config.generation import CORE_OPTIONS
-from lmdeploy.config.option import Option, check, options_of
+from lmdeploy.config.option import Option, check, copy_to_core, options_of
 from lmdeploy.engine.devices import open_device
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.engine.plan import plan_engine
@@ -153,11 +152,19 @@ def test_every_option_says_what_it_is(cls: type) -> None:
     check(cls())
 
 
-def test_core_options_are_fields_of_the_request_of_the_engine() -> None:
-    request = _turbomind.Request()
-    assert CORE_OPTIONS
-    for name in CORE_OPTIONS:
-        setattr(request, name, getattr(GenerationConfig(), name))
+@pytest.mark.parametrize(
+    ("config", "target"),
+    [
+        (GenerationConfig(top_p=0.5, ignore_eos=True), _turbomind.Request()),
+        (TurbomindEngineConfig(cache_block_seq_len=32), _turbomind.EngineConfig()),
+    ],
+)
+def test_options_of_the_core_are_copied_by_name(config: Any, target: Any) -> None:
+    copy_to_core(config, target)
+    names = [o.name for o in options_of(type(config)).values() if o.more.to_core]
+    assert len(names) >= 3
+    for name in names:
+        assert getattr(target, name) == pytest.approx(getattr(config, name)), name
 
 
 @pytest.fixture(scope="module")
