@@ -36,7 +36,7 @@ def add_flags(
         group = groups.get(section) or groups.setdefault(
             section, parser.add_argument_group(section)
         )
-        text = _help(option, cls, None if defaults is None else defaults[option.name])
+        text = _help(option, cls, default=None if defaults is None else defaults[option.name])
         default = option.default if defaults is None else None
         if option.kind is not bool:
             group.add_argument(
@@ -46,7 +46,7 @@ def add_flags(
             action = argparse.BooleanOptionalAction
             group.add_argument(*option.flags, dest=option.name, action=action, help=text)
         else:
-            _add_switches(group, option, text)
+            _add_switches(group, option, text=text)
 
 
 def flag_values(
@@ -92,7 +92,7 @@ def _with_flags(cls: type, names: Collection[str] | None) -> list[DeclaredOption
     ]
 
 
-def _add_switches(group: argparse._ArgumentGroup, option: DeclaredOption, text: str) -> None:
+def _add_switches(group: argparse._ArgumentGroup, option: DeclaredOption, *, text: str) -> None:
     """Add a flag that changes a Boolean option, or two that exclude each other."""
     target = group.add_mutually_exclusive_group() if len(option.flags) > 1 else group
     for flag in option.flags:
@@ -136,7 +136,7 @@ def _reader(option: DeclaredOption) -> dict[str, Any]:
     return found
 
 
-def _help(option: DeclaredOption, cls: type, default: str | None) -> str:
+def _help(option: DeclaredOption, cls: type, *, default: str | None) -> str:
     """Return the text of --help: what the option is, its default, and what a change does."""
     if default is None and option.kind is not bool and option.default not in (None, []):
         default = str(option.default)

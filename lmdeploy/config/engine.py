@@ -104,7 +104,7 @@ class TurbomindEngineConfig:
         dtype: type of everything that the cache does not quantize (default: auto, that of the
             weights). float32 doubles the memory of K and V without quantization.
         gemm_input_dtype: int8 rounds the activations that are multiplied with quantized matrices
-            to 8 bits (default: 16 bits, and less on AVX-512 and AMX without deterministic). That is
+            to 8 bits (default: 16 bits, and less on AVX-512 and AMX unless deterministic). That is
             faster and less accurate (docs/performance.md), and exists only on the CPU.
         model_format: format that a checkpoint must have: hf, gguf, or a method such as awq
             (default: any). Checkpoints of other formats are rejected.
@@ -175,7 +175,8 @@ class TurbomindEngineConfig:
         kv_calibration: file from `lmdeploy lite calibrate`. kv_quality best needs it; it belongs to
             one model.
         kv_cache_format: KV formats, instead of quant_policy: one format, formats of K and V such as
-            k=fp8,v=nvfp4, or a YAML file with formats by layer. In Python also a dict of them.
+            k=fp8,v=nvfp4, or a YAML file with formats by layer (in Python, also a dict). Sensitive
+            layers can then keep more bits.
         kv_store: store of KV blocks: file:///folder?size=10GiB, redis://host:6379/0 or
             valkey://host:6379/0. Prompts then survive a restart and servers share them.
         kv_store_key: file with the secret of the store (default: LMDEPLOY_KV_STORE_KEY, or a new

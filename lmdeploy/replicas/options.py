@@ -19,7 +19,7 @@ class ReplicaOptions:
         min_replicas: let Ray Serve run this many to num_replicas engines, by load (default: all).
             Few replicas save memory, and requests wait while Ray starts more.
         cpus_per_replica: cores that Ray reserves for an engine (default: this machine's, divided by
-            num_replicas). An engine uses as many threads unless num_threads says otherwise.
+            num_replicas). An engine uses as many threads unless --num-threads is given.
         address: Ray cluster of this machine to join: auto or host:port (default: start one here).
     """
 

@@ -107,7 +107,8 @@ def _flag_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
         text = parser._get_formatter()._expand_help(action)
         choices = [str(choice) for choice in action.choices or ()]
         if not all(choice in text for choice in choices):
-            text += "; one of " + ", ".join(f"`{choice}`" for choice in choices)
+            listed = ", ".join(f"`{choice}`" for choice in choices)
+            text += f" One of {listed}." if text.endswith(".") else f"; one of {listed}"
         rows.append([name, text])
     return rows
 
@@ -125,6 +126,10 @@ def make_flags() -> str:
     ]
     for name in names:
         rows[name] = [row for row in rows[name] if row not in shared]
+    # lmdeploy serve ray has the flags of the other server, too.
+    of_server = [*shared, *rows[names[1]]]
+    rows["lmdeploy serve ray"] = [r for r in rows["lmdeploy serve ray"] if r not in of_server]
+    parts[0] += " `lmdeploy serve ray` has all flags of `lmdeploy serve api_server`."
     for name in sorted(rows, key=list(commands).index):
         parts += [f"## {name}", _table(["flag", "meaning"], rows[name])]
     return _page("Flags", *parts)
@@ -216,9 +221,9 @@ def make_fields() -> str:
         rows = [[f"`{o.name}`", _values(o), _default(o.default), o.meaning] for o in built]
         parts += [f"## {cls.__name__}", _table(["option", "values", "default", "meaning"], rows)]
         refused = [
-            [f"`{o.name}`", f"`{o.default!r}`", o.more.unsupported]
-            for o in options
-            if o not in built
+            [f"`{option.name}`", f"`{option.default!r}`", option.more.unsupported]
+            for option in options
+            if option.more.unsupported is not None
         ]
         parts.append("Every other value of these options of LMDeploy is refused:")
         parts.append(_table(["option", "only value", "because"], refused))
