@@ -269,13 +269,14 @@ def make_models() -> str:
         "A key of config.json that changes the computation and is not built is refused with its "
         "value, and so is a tensor that the family does not use. RoPE kinds are "
         f"{', '.join(ROPE_KINDS)}. With longrope, the engine chooses once per sequence: a prompt "
-        "plus `max_tokens` that fits the original length uses the short factors, a longer one the "
-        "long factors from its first token on, so cached keys never change their meaning. "
-        "transformers chooses for each call by the length so far. A request without `max_tokens` "
+        "plus `max_tokens` that fits the original length uses the short factors, and a longer one "
+        "the long factors from its first token on, so that cached keys never change their meaning. "
+        "transformers chooses for each call, by the length so far. A request without `max_tokens` "
         "may fill the session, so it uses the long factors if `--session-len` exceeds the original "
         "length. Sequences share cached prefixes only with those of the same choice. A model with "
         "biases of K uses the long factors for all sequences of such a session, and so does a "
-        "draft model. A GGUF `llama` with an `expert_count` is a Mixtral.",
+        "draft model. A GGUF `llama` with an "
+        "`expert_count` is a Mixtral.",
         "Tests compare the logits of a small random model of every family with transformers, in "
         "FP32 (`tests/python/models`). The largest error is at most 3e-5 of the largest logit, in "
         "one step and in chunks, and greedy tokens are equal. InternLM is compared with a Llama "
