@@ -316,14 +316,10 @@ class Request:
     eos_ids: list[int]
     stop_sequences: list[list[int]]
     bad_sequences: list[list[int]]
+    # Every member of SamplingParams (ops/sampling_params.h) is an attribute. Those that have the
+    # values of options are set by name (copy_to_core), so that only the others are listed.
     do_sample: bool
     temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
     seed: int
     num_logprobs: int
     logit_bias: list[tuple[int, float]]

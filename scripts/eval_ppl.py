@@ -15,14 +15,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, kv_ingredients
-from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.cli.option_flags import add_flags, flag_values, names_of
+from lmdeploy.config.engine import KV_INGREDIENTS, TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.lite.divergence import cache_variants, cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 
 MODES = reported_formats()
+INGREDIENTS = names_of(TurbomindEngineConfig, KV_INGREDIENTS)
 
 Figures = dict[str, dict[str, float | int]]
 
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> tuple[Figures, dict[str, dict[str, str]]
         [*modes, *options.kv_cache_format],
         options.kv_quality.split(","),
         calibration=options.calibration,
-        ingredients=kv_ingredients(options),
+        ingredients=flag_values(TurbomindEngineConfig, options, INGREDIENTS),
     )
     text = read_text(options.text)
     model = open_model(options.model, exact=options.exact)
@@ -103,7 +104,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="file of `lmdeploy lite calibrate`, for best",
     )
-    add_kv_ingredient_flags(parser.add_argument_group("ingredients, for every quality"))
+    add_flags(parser, TurbomindEngineConfig, title=KV_INGREDIENTS, names=INGREDIENTS)
     parser.add_argument("--context", type=positive, default=2048)
     parser.add_argument("--max-tokens", type=positive, default=1 << 30, help="of the text")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

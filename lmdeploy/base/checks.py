@@ -125,10 +125,21 @@ def check_bool(name: str, value: Any, *, flag: str | None = None) -> bool:
     return value
 
 
-def check_choice(name: str, value: Any, *, choices: Sequence[Any], flag: str | None = None) -> Any:
-    """Return `value` if it equals one of `choices` and has the same type."""
+def check_choice(
+    name: str,
+    value: Any,
+    *,
+    choices: Sequence[Any],
+    wanted: str | None = None,
+    flag: str | None = None,
+) -> Any:
+    """Return `value` if it equals one of `choices` and has the same type.
+
+    `wanted` is as in `refuse`. None lists the choices.
+    """
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise refuse(name, value, wanted="one of " + ", ".join(str(c) for c in choices), flag=flag)
+        wanted = wanted or "one of " + ", ".join(str(c) for c in choices)
+        raise refuse(name, value, wanted=wanted, flag=flag)
     return value
 
 
@@ -153,14 +164,3 @@ def check_ids(name: str, value: Any, *, max_items: int) -> list[int]:
         if not is_int(item, low=0):
             raise refuse_item(name, item, wanted="an integer of at least 0")
     return list(value)
-
-
-def refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
-    """Raise OptionError if a field of `names` differs from its default there."""
-    for name, default in names.items():
-        value = getattr(config, name)
-        if type(value) is not type(default) or value != default:
-            raise OptionError(
-                name,
-                f"is {show(value)}, which is not supported. Leave it at {default!r}.",
-            )

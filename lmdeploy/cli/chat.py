@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.option_flags import add_flags, flag_values
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.generation import GenerationConfig
 
@@ -35,16 +36,17 @@ _KEYS = {
 _START = "/help lists the commands. Ctrl-C stops a response, Ctrl-D leaves."
 _FULL = "session_len or the KV cache is full; start a new conversation with /clear"
 _CLEAR = "Start a new conversation with /clear."
-# Flag, field of GenerationConfig, type, help.
-_SAMPLING_FLAGS: tuple[tuple[str, str, type[int] | type[float], str], ...] = (
-    ("--temperature", "temperature", float, "0 chooses the most likely token"),
-    ("--top-p", "top_p", float, "sample from the most likely tokens with this sum"),
-    ("--top-k", "top_k", int, "sample from this number of tokens; 0 allows all"),
-    ("--min-p", "min_p", float, "least probability relative to the most likely token"),
-    ("--repetition-penalty", "repetition_penalty", float, "above 1 makes repeated tokens rarer"),
-    ("--max-new-tokens", "max_new_tokens", int, "most tokens of a response"),
-    ("--seed", "random_seed", int, "seed of the sampling"),
-)
+_CHOSEN_BY_MODEL = "chosen by the model"
+# The fields of GenerationConfig that have flags, and what happens without the flag.
+_SAMPLING_FLAGS = {
+    "temperature": _CHOSEN_BY_MODEL,
+    "top_p": _CHOSEN_BY_MODEL,
+    "top_k": _CHOSEN_BY_MODEL,
+    "min_p": _CHOSEN_BY_MODEL,
+    "repetition_penalty": _CHOSEN_BY_MODEL,
+    "max_new_tokens": "no limit",
+    "random_seed": "a new one for each response",
+}
 # A model could send commands to the terminal. Tabs and line ends are harmless.
 _VISIBLE: dict[int, int | None] = {c: 0x2400 + c for c in range(0x20) if chr(c) not in "\t\n"}
 _VISIBLE |= {ord("\r"): None, 0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -53,18 +55,19 @@ _HOW_TO_SAMPLE = {"temperature", "top_p", "top_k", "min_p"}
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of sampling. Without a flag, the model's own value is used."""
-    group = parser.add_argument_group("sampling")
-    for flag, field, kind, text in _SAMPLING_FLAGS:
-        default = {"--max-new-tokens": "no limit", "--seed": "a new one for each response"}
-        text += f" (default: {default.get(flag, 'chosen by the model')})"
-        metavar = flag.lstrip("-").replace("-", "_").upper()
-        group.add_argument(flag, dest=field, type=kind, default=None, metavar=metavar, help=text)
+    add_flags(
+        parser,
+        GenerationConfig,
+        title="sampling",
+        names=_SAMPLING_FLAGS,
+        defaults=_SAMPLING_FLAGS,
+    )
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given fields of GenerationConfig. Raise ValueError for a wrong value."""
-    fields = [field for _, field, _, _ in _SAMPLING_FLAGS]
-    given = {field: value for field in fields if (value := getattr(args, field)) is not None}
+    values = flag_values(GenerationConfig, args, _SAMPLING_FLAGS)
+    given = {name: value for name, value in values.items() if value is not None}
     if given.keys() & _HOW_TO_SAMPLE:
         given["do_sample"] = True  # even if the model's default is the most likely token
     GenerationConfig(**given)

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
-from lmdeploy.config.engine import (
-    BLOCK_LENGTHS,
-    DEVICE_TYPES,
-    DTYPES,
-    MAX_DRAFT_TOKENS,
-    SPECULATIVE_ALGORITHMS,
-    TurbomindEngineConfig,
-)
-from lmdeploy.config.kv_format_options import (
-    KV_K_OFFSETS,
-    KV_QUALITIES,
-    KV_WINDOWS,
-    describe_policies,
-)
+from lmdeploy.cli.option_flags import add_flags, flag_values, json_object, refused_flags
+from lmdeploy.config.engine import SPECULATIVE_ALGORITHMS, TurbomindEngineConfig
 from lmdeploy.config.unsupported import unsupported_flags
 
-UNSUPPORTED_FLAGS = unsupported_flags()
+UNSUPPORTED_FLAGS = unsupported_flags() | refused_flags(TurbomindEngineConfig)
 FLAGS_WITHOUT_EFFECT = {
     "--eager-mode": "results with CUDA graphs and without are the same",
     "--language-model-only": "of a vision checkpoint, only the text part is loaded",
@@ -157,18 +144,6 @@ def add_unsupported(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _strict_number(kind: type[int] | type[float]) -> Any:
-    def parse(text: str) -> int | float:
-        return kind(text)
-
-    parse.__name__ = "whole number" if kind is int else "number"
-    return parse
-
-
-_INT = _strict_number(int)
-_FLOAT = _strict_number(float)
-
-
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """Add the flag --log-level."""
     parser.add_argument(
@@ -178,126 +153,6 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
         help="lowest level of the messages of lmdeploy; DEBUG also shows tracebacks (default: "
         "%(default)s)",
     )
-
-
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of TurbomindEngineConfig."""
-    default = TurbomindEngineConfig()
-    group = parser.add_argument_group("engine")
-
-    def add(flag: str, text: str, **options: Any) -> None:
-        group.add_argument(flag, help=text, **options)
-
-    add(
-        "--dtype",
-        "data type of 16-bit K and V (default: auto, chosen by the weights)",
-        choices=DTYPES,
-        default="auto",
-    )
-    add(
-        "--model-format",
-        "reject checkpoints of any other format: hf, gguf, or a method such as awq",
-        default=None,
-    )
-    _add_model_flags(group)
-    add(
-        "--device",
-        "where to compute; auto chooses a GPU if one is usable (default: auto)",
-        choices=DEVICE_TYPES,
-        default="auto",
-    )
-    add("--devices", "index of the GPU (default: 0)", type=_INT)
-    add(
-        "--num-threads",
-        "worker threads (default: all usable cores; with a GPU, at most 16)",
-        type=_INT,
-    )
-    add(
-        "--session-len",
-        "most tokens of a prompt plus its response (default: the model's own limit)",
-        type=_INT,
-    )
-    add(
-        "--max-batch-size",
-        "most sequences in one step (default: 32 on CPU, 128 on CUDA)",
-        type=_INT,
-    )
-    add(
-        "--cache-max-entry-count",
-        "size of the KV cache: below 1, its share of the free memory; otherwise, the number of "
-        "blocks without the 16-bit blocks (default: %(default)s)",
-        type=_FLOAT,
-        default=default.cache_max_entry_count,
-    )
-    add(
-        "--cache-block-seq-len",
-        "tokens in a block (default: %(default)s)",
-        type=_INT,
-        choices=BLOCK_LENGTHS,
-        default=default.cache_block_seq_len,
-    )
-    add(
-        "--quant-policy",
-        f"KV format: {describe_policies()}. The default is 0. LMDeploy's PyTorch engine uses 16 "
-        "for FP8.",
-        default=default.quant_policy,
-    )
-    add_kv_flags(group)
-    add(
-        "--max-prefill-token-num",
-        "most new tokens in one step (default: 256 on CPU, 8192 on CUDA, or --max-batch-size if "
-        "that is more)",
-        type=_INT,
-    )
-    _add_execution_flags(group)
-
-
-def _add_model_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of weights, of downloads and of changes to a model's config."""
-    group.add_argument(
-        "--weight-format",
-        metavar="FORMAT",
-        help="quantize F32, F16 and BF16 matrices when they are loaded: int8, int4, or by part, as "
-        "in attn=int8,mlp=int4,other=int8 (default: keep them as stored)",
-    )
-    group.add_argument(
-        "--gemm-input-dtype",
-        metavar="TYPE",
-        help="int8 rounds the activations that are multiplied with quantized matrices to 8 bits, "
-        "which is faster and less accurate; CPU only (default: 16 bits, and less on AVX-512 and "
-        "AMX without --deterministic)",
-    )
-    group.add_argument(
-        "--revision", help="branch, tag or commit of a hub id (default: its main branch)"
-    )
-    group.add_argument(
-        "--download-dir",
-        metavar="FOLDER",
-        help="folder for downloads from the hub (default: the one of huggingface_hub)",
-    )
-    group.add_argument(
-        "--hf-overrides",
-        type=_json_object,
-        metavar="JSON",
-        help="values that replace those of config.json, as a JSON object; objects are merged",
-    )
-    group.add_argument(
-        "--rope-scaling-factor",
-        type=_FLOAT,
-        default=0.0,
-        help="replace the model's RoPE by dynamic NTK scaling with this factor (default: 0, the "
-        "model's own RoPE)",
-    )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object")
-    return value
 
 
 class _SpeculativeConfig(argparse.Action):
@@ -328,149 +183,18 @@ class _SpeculativeConfig(argparse.Action):
             namespace.speculative_num_draft_tokens = values["num_speculative_tokens"]
 
 
-def _add_execution_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of prefix caching, metrics and exactness."""
-    caching = group.add_mutually_exclusive_group()
-    caching.add_argument(
-        "--enable-prefix-caching",
-        action="store_true",
-        default=True,
-        help="reuse the blocks of equal prompt beginnings (default: on)",
-    )
-    caching.add_argument(
-        "--disable-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="do not reuse blocks",
-    )
-    group.add_argument(
-        "--speculative-algorithm",
-        choices=SPECULATIVE_ALGORITHMS,
-        default=TurbomindEngineConfig.speculative_algorithm,
-        help="ngram copies drafts of the next tokens from earlier places of the text and computes "
-        "several tokens in one step; the answer does not change (default: ngram on CPU, none on "
-        "CUDA)",
-    )
-    group.add_argument(
-        "--speculative-draft-model",
-        default=None,
-        metavar="MODEL",
-        help="a smaller model with the same vocabulary that computes the drafts",
-    )
-    group.add_argument(
-        "--speculative-num-draft-tokens",
-        type=int,
-        default=TurbomindEngineConfig.speculative_num_draft_tokens,
-        metavar="N",
-        help=f"maximum length of a draft, 1 to {MAX_DRAFT_TOKENS} (default: %(default)s)",
-    )
-    group.add_argument(
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of TurbomindEngineConfig."""
+    add_flags(parser, TurbomindEngineConfig, title="engine")
+    parser.add_argument(
         "--speculative-config",
         action=_SpeculativeConfig,
-        type=_json_object,
+        type=json_object,
         default=argparse.SUPPRESS,
         metavar="JSON",
-        help='these flags as vLLM writes them, such as {"method": "ngram", '
+        help='options of drafts as vLLM writes them, such as {"method": "ngram", '
         '"num_speculative_tokens": 8} or {"model": "MODEL"}',
     )
-    for flag, text in (
-        ("--disable-metrics", "disable the endpoint /metrics"),
-        ("--deterministic", "compute bit-equal results for every batch and number of threads"),
-        ("--exact", "compute in FP32, for comparisons (CPU only)"),
-        ("--strict-arch", "reject NVFP4 on GPUs without FP4 instructions (CUDA only)"),
-    ):
-        group.add_argument(flag, help=text, action="store_true")
-
-
-def add_kv_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of the KV formats by layer and of the KV quality."""
-
-    def add(flag: str, text: str, **options: Any) -> None:
-        group.add_argument(flag, help=text, **options)
-
-    group.add_argument(
-        "--kv-cache-format",
-        "--kv-cache-dtype",
-        help="KV formats, instead of --quant-policy: one format, formats of K and V such as "
-        "k=fp8,v=nvfp4, or a YAML file with formats by layer",
-    )
-    add(
-        "--kv-quality",
-        "preset of the KV cache (default: balanced for four-bit formats, else raw)",
-        choices=KV_QUALITIES,
-    )
-    add(
-        "--kv-store",
-        "store of KV blocks, so that prompts survive a restart and servers share them: "
-        "file:///folder?size=10GiB, redis://host:6379/0 or valkey://host:6379/0",
-        metavar="URL",
-    )
-    add(
-        "--kv-store-key",
-        "file with the secret of the store (default: LMDEPLOY_KV_STORE_KEY, or a new file beside "
-        "the folder)",
-        metavar="FILE",
-    )
-    add(
-        "--kv-events-config",
-        "publish the changes of the prefix cache for routers, as vLLM does; a JSON object such as "
-        '{"endpoint": "tcp://127.0.0.1:5557"} (default: off)',
-        metavar="JSON",
-    )
-    add("--kv-calibration", "file from `lmdeploy lite calibrate`, required for --kv-quality best")
-    add_kv_ingredient_flags(group)
-
-
-def add_kv_ingredient_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags that override one ingredient of the preset each."""
-
-    def add(flag: str, text: str, **options: Any) -> None:
-        group.add_argument(flag, help=text, **options)
-
-    switch: Any = argparse.BooleanOptionalAction
-    add("--kv-rotation", "rotate K and Q by a Hadamard matrix", action=switch)
-    add(
-        "--kv-scale-search",
-        "choose the FP4 scales with the smallest quantization error",
-        action=switch,
-    )
-    add(
-        "--kv-k-offset",
-        "block subtracts the mean of a block's keys before they are quantized (balanced, best: "
-        "block)",
-        choices=KV_K_OFFSETS,
-    )
-    add(
-        "--kv-window",
-        "format of the first and newest tokens (balanced, best: int8 with 4-bit formats)",
-        choices=KV_WINDOWS,
-    )
-    add(
-        "--kv-sink-tokens",
-        "number of first tokens kept in the window, a multiple of 64 (balanced, best: 64)",
-        type=_INT,
-    )
-    add(
-        "--kv-recent-tokens",
-        "number of tokens before the current block kept in the window, a multiple of 64; -1 "
-        "disables the window (balanced, best: 64)",
-        type=_INT,
-    )
-
-
-KV_INGREDIENTS = (
-    "kv_rotation",
-    "kv_scale_search",
-    "kv_k_offset",
-    "kv_window",
-    "kv_sink_tokens",
-    "kv_recent_tokens",
-)
-
-
-def kv_ingredients(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of TurbomindEngineConfig that add_kv_ingredient_flags sets."""
-    return {name: getattr(args, name) for name in KV_INGREDIENTS}
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
@@ -489,37 +213,4 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
     """Return the engine's options from parsed flags. Raise ValueError for a wrong value."""
-    return TurbomindEngineConfig(
-        dtype=args.dtype,
-        model_format=args.model_format,
-        weight_format=args.weight_format,
-        gemm_input_dtype=args.gemm_input_dtype,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        hf_overrides=args.hf_overrides,
-        rope_scaling_factor=args.rope_scaling_factor,
-        session_len=args.session_len,
-        max_batch_size=args.max_batch_size,
-        cache_max_entry_count=args.cache_max_entry_count,
-        cache_block_seq_len=args.cache_block_seq_len,
-        enable_prefix_caching=args.enable_prefix_caching,
-        speculative_algorithm=args.speculative_algorithm,
-        speculative_draft_model=args.speculative_draft_model,
-        speculative_num_draft_tokens=args.speculative_num_draft_tokens,
-        quant_policy=args.quant_policy,
-        max_prefill_token_num=args.max_prefill_token_num,
-        enable_metrics=not args.disable_metrics,
-        device_type=args.device,
-        devices=None if args.devices is None else [args.devices],
-        num_threads=args.num_threads,
-        deterministic=args.deterministic,
-        exact=args.exact,
-        strict_arch=args.strict_arch,
-        kv_cache_format=args.kv_cache_format,
-        kv_quality=args.kv_quality,
-        kv_calibration=args.kv_calibration,
-        kv_store=args.kv_store,
-        kv_store_key=args.kv_store_key,
-        kv_events_config=args.kv_events_config,
-        **kv_ingredients(args),
-    )
+    return TurbomindEngineConfig(**flag_values(TurbomindEngineConfig, args))

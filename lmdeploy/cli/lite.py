@@ -6,15 +6,19 @@ import argparse
 import os
 from pathlib import Path
 
-from lmdeploy.base.checks import refuse
-from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, add_log_level, kv_ingredients
+from lmdeploy.base.checks import flag_of, refuse
+from lmdeploy.cli.engine_flags import add_log_level
 from lmdeploy.cli.lite_weights import add_weight_commands
+from lmdeploy.cli.option_flags import add_flags, flag_values, names_of
+from lmdeploy.config.engine import KV_INGREDIENTS, TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import (
     KV_QUALITIES,
     TABLE_SUFFIXES,
     UNCALIBRATED_QUALITIES,
     reported_formats,
 )
+
+_INGREDIENTS = names_of(TurbomindEngineConfig, KV_INGREDIENTS)
 
 
 def add_lite_commands(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +63,10 @@ def check_output(path: Path) -> None:
     """Raise ValueError if `path` cannot be written. Call it before minutes of work."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise refuse(
-            "output", str(path), wanted="a writable file in an existing folder", flag="--output"
+            "output",
+            str(path),
+            wanted="a writable file in an existing folder",
+            flag=flag_of("output"),
         )
 
 
@@ -140,7 +147,7 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         default=None,
         help="file from `lmdeploy lite calibrate`, required for --kv-quality best",
     )
-    add_kv_ingredient_flags(parser)
+    add_flags(parser, TurbomindEngineConfig, title=KV_INGREDIENTS, names=_INGREDIENTS)
     parser.add_argument(
         "--output", type=Path, default=None, help="YAML file to write (default: print the table)"
     )
@@ -154,7 +161,7 @@ def _kv_search(args: argparse.Namespace) -> int:
         check_output(args.output)
         if args.output.suffix.lower() not in TABLE_SUFFIXES:
             wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}"
-            raise refuse("output", str(args.output), wanted=wanted, flag="--output")
+            raise refuse("output", str(args.output), wanted=wanted, flag=flag_of("output"))
     options = SearchOptions(
         budget_bits=args.budget,
         at_tokens=args.at_tokens,
@@ -165,7 +172,7 @@ def _kv_search(args: argparse.Namespace) -> int:
         cache={
             "kv_quality": args.kv_quality,
             "kv_calibration": args.kv_calibration,
-            **kv_ingredients(args),
+            **flag_values(TurbomindEngineConfig, args, _INGREDIENTS),
         },
     )
     result = search_file(args.model_path, args.text, options=options)
@@ -253,7 +260,7 @@ def _kv_report(args: argparse.Namespace) -> int:
     for path in args.text:
         read_text(path)  # report errors of the texts before those of other flags
     if args.calibration_text is not None:
-        read_text(args.calibration_text, flag="--calibration-text")
+        read_text(args.calibration_text, flag=flag_of("calibration_text"))
     calibrated = args.calibration is not None or args.calibration_text is not None
     qualities = KV_QUALITIES if calibrated else UNCALIBRATED_QUALITIES
     options = ReportOptions(

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lmdeploy.base.logs import LOG_FORMAT
-from lmdeploy.chat.formats.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_names
 from lmdeploy.cli.chat import add_sampling_flags
 from lmdeploy.cli.engine_flags import OneLineParser, add_common_flags, fail
 from lmdeploy.cli.kv_store import add_kv_store_commands
 from lmdeploy.cli.lite import add_lite_commands
+from lmdeploy.cli.option_flags import add_flags
+from lmdeploy.replicas.options import ReplicaOptions
+from lmdeploy.serve.state import ServerOptions
 from lmdeploy.version import __version__
 
 
@@ -34,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     api_server.set_defaults(run=_api_server)
     ray = servers.add_parser("ray", help="serve the same API with several engines, on Ray Serve")
     add_common_flags(ray)
-    _add_replica_flags(ray)
+    add_flags(ray, ReplicaOptions, title="replicas")
     _add_server_flags(ray)
     ray.set_defaults(run=_ray)
     add_lite_commands(
@@ -49,191 +51,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("replicas")
-    group.add_argument(
-        "--num-replicas", type=int, default=1, metavar="N", help="engines (default: %(default)s)"
-    )
-    group.add_argument(
-        "--min-replicas",
-        type=int,
-        default=None,
-        metavar="N",
-        help="let Ray Serve run this many to --num-replicas engines, by load (default: all)",
-    )
-    group.add_argument(
-        "--cpus-per-replica",
-        type=float,
-        default=None,
-        metavar="CORES",
-        help="cores that Ray reserves for an engine (default: this machine's, divided by N)",
-    )
-    group.add_argument(
-        "--address",
-        default=None,
-        help="Ray cluster of this machine to join: auto or host:port (default: start one here)",
-    )
-
-
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--server-name", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
-    group.add_argument(
-        "--server-port",
-        type=int,
-        default=23333,
-        help="TCP port; 0 takes any free port (default: %(default)s)",
-    )
-    _add_model_flags(group)
-    group.add_argument(
-        "--api-keys",
-        nargs="*",
-        default=None,
-        help="clients must send one of these keys (default: those in the environment variable "
-        "LMDEPLOY_API_KEYS, separated by spaces, or no key)",
-    )
-    group.add_argument(
-        "--share-prefix-cache",
-        action="store_true",
-        help="let requests with different API keys share cached prefixes (default: separate them)",
-    )
-    _add_http_flags(group)
-    group.add_argument(
-        "--disable-fastapi-docs",
-        action="store_true",
-        help="disable /openapi.json, the description of the API",
-    )
-    group.add_argument(
-        "--disable-web-page",
-        action="store_true",
-        help="disable the web page at / and POST /render_markdown",
-    )
-    for flag, part, parsers in (
-        ("--reasoning-parser", "reasoning", REASONING_PARSERS),
-        ("--tool-call-parser", "tool calls", TOOL_CALL_PARSERS),
-    ):
-        group.add_argument(
-            flag,
-            choices=parser_names(parsers),
-            default=None,
-            help=f"format of {part} in responses; none leaves them in the text (default: chosen by "
-            "the model)",
-        )
-    _add_operation_flags(group)
-    group.add_argument(
+    add_flags(parser, ServerOptions, title="server")
+    parser.set_defaults(api_keys=None)  # then those of the environment are used
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the memory plan and exit without loading weights (a hub id is downloaded)",
-    )
-
-
-def _add_operation_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of limits, shutdown, logs and traces."""
-    group.add_argument(
-        "--enable-abort-handling",
-        action="store_true",
-        help="enable POST /abort_request, which ends the requests of a session, or all",
-    )
-    group.add_argument(
-        "--allow-terminate-by-client",
-        action="store_true",
-        help="enable /terminate, which stops the server",
-    )
-    group.add_argument(
-        "--max-concurrent-requests",
-        type=int,
-        default=None,
-        metavar="N",
-        help="most requests served at the same time; others receive status 503 (default: no limit)",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=int,
-        default=3,
-        metavar="SECONDS",
-        help="time that running requests may continue after SIGTERM or Ctrl-C (default: "
-        "%(default)s)",
-    )
-    group.add_argument(
-        "--timeout-keep-alive",
-        type=int,
-        default=75,
-        metavar="SECONDS",
-        help="time that a connection without a request stays open (default: %(default)s). A proxy "
-        "must close idle connections earlier",
-    )
-    group.add_argument(
-        "--max-log-len",
-        type=int,
-        default=0,
-        metavar="CHARACTERS",
-        help="most characters of each prompt in the log, which shows prompts only with "
-        "--log-level INFO or DEBUG (default: %(default)s)",
-    )
-    group.add_argument(
-        "--otlp-traces-endpoint",
-        default=None,
-        metavar="URL",
-        help="OpenTelemetry collector that receives traces over HTTP, such as "
-        "http://localhost:4318/v1/traces (default: no traces)",
-    )
-
-
-def _add_http_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--allow-origins",
-        nargs="+",
-        default=None,
-        metavar="ORIGIN",
-        help="CORS: origins of web pages that may use the server, such as https://example.com; * "
-        "allows all (default: pages of this computer)",
-    )
-    group.add_argument(
-        "--allowed-hosts",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="other names under which clients reach the server, such as a proxy's; * accepts all "
-        "(default: the local names if --server-name is a loopback address, else all)",
-    )
-    for flag, text in (
-        ("--allow-methods", "allowed HTTP methods"),
-        ("--allow-headers", "allowed request headers"),
-    ):
-        group.add_argument(flag, nargs="+", default=["*"], help=f"CORS: {text} (default: all)")
-    group.add_argument(
-        "--allow-credentials",
-        action="store_true",
-        help="CORS: allow cookies and logins (default: off)",
-    )
-    group.add_argument(
-        "--ssl",
-        action="store_true",
-        help="serve HTTPS with the PEM files in the environment variables SSL_KEYFILE and "
-        "SSL_CERTFILE",
-    )
-
-
-def _add_model_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of the model in the API and of the proxy."""
-    group.add_argument(
-        "--model-name", default=None, help="name of the model in the API (default: its path)"
-    )
-    group.add_argument(
-        "--generation-config",
-        default="auto",
-        metavar="PATH",
-        help="defaults of the sampling fields: auto (the model's generation_config.json), none or "
-        "lmdeploy (neutral ones), or the path of another generation_config.json or of its folder "
-        "(default: auto)",
-    )
-    group.add_argument(
-        "--proxy-url",
-        default=None,
-        metavar="URL",
-        help="LMDeploy proxy at which the server registers as soon as it listens (default: none)",
     )
 
 

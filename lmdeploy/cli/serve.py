@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.option_flags import flag_values
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.serve.state import ServerOptions
@@ -36,7 +37,8 @@ def run_ray(args: argparse.Namespace) -> int:
     """Serve with replicas on Ray until interrupted. Return the exit status."""
     from lmdeploy.checkpoint.hub import hub_address
     from lmdeploy.engine.load import Core
-    from lmdeploy.replicas.deploy import ReplicaOptions, Replicas
+    from lmdeploy.replicas.deploy import Replicas
+    from lmdeploy.replicas.options import ReplicaOptions
     from lmdeploy.serve import server
 
     config = engine_config(args)
@@ -53,12 +55,7 @@ def run_ray(args: argparse.Namespace) -> int:
         args.model_path,
         config,
         name=options.model_name or hub_address(args.model_path)[0],
-        options=ReplicaOptions(
-            num_replicas=args.num_replicas,
-            min_replicas=args.min_replicas,
-            cpus_per_replica=args.cpus_per_replica,
-            address=args.address,
-        ),
+        options=ReplicaOptions(**flag_values(ReplicaOptions, args)),
         log_level=options.log_level,
     )
     try:
@@ -77,33 +74,9 @@ def run_ray(args: argparse.Namespace) -> int:
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """Return the options of the HTTP server from parsed flags."""
-    return ServerOptions(
-        model_name=args.model_name,
-        generation_config=args.generation_config,
-        proxy_url=args.proxy_url,
-        server_name=args.server_name,
-        server_port=args.server_port,
-        api_keys=api_keys(args.api_keys),
-        share_prefix_cache=args.share_prefix_cache,
-        allow_origins=args.allow_origins,
-        allowed_hosts=args.allowed_hosts,
-        allow_credentials=args.allow_credentials,
-        allow_methods=args.allow_methods,
-        allow_headers=args.allow_headers,
-        disable_fastapi_docs=args.disable_fastapi_docs,
-        disable_web_page=args.disable_web_page,
-        log_level=args.log_level,
-        reasoning_parser=args.reasoning_parser,
-        tool_call_parser=args.tool_call_parser,
-        enable_abort_handling=args.enable_abort_handling,
-        allow_terminate_by_client=args.allow_terminate_by_client,
-        shutdown_timeout=args.shutdown_timeout,
-        timeout_keep_alive=args.timeout_keep_alive,
-        max_concurrent_requests=args.max_concurrent_requests,
-        max_log_len=args.max_log_len,
-        ssl=args.ssl,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-    )
+    values = flag_values(ServerOptions, args)
+    values["api_keys"] = api_keys(args.api_keys)
+    return ServerOptions(**values, log_level=args.log_level)
 
 
 def api_keys(flag: list[str] | None) -> list[str]:

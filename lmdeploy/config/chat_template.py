@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from lmdeploy.base.checks import check_strings, refuse
+from lmdeploy.base.checks import check_strings, flag_of, refuse
 from lmdeploy.config.generation import MAX_STOP_WORD_CHARS, MAX_STOP_WORDS
 
 _MAX_JSON_BYTES = 1 << 20
+_FLAG = flag_of("chat_template")
 
 
 @dataclass
@@ -52,14 +53,14 @@ class ChatTemplateConfig:
             value = getattr(self, item.name)
             is_text = isinstance(value, str) or (value is None and item.name != "model_name")
             if item.name != "stop_words" and not is_text:
-                raise refuse(item.name, value, wanted="a string", flag="--chat-template")
+                raise refuse(item.name, value, wanted="a string", flag=_FLAG)
         if self.stop_words is not None:
             check_strings(
                 "stop_words",
                 self.stop_words,
                 max_items=MAX_STOP_WORDS,
                 max_chars=MAX_STOP_WORD_CHARS,
-                flag="--chat-template",
+                flag=_FLAG,
             )
 
     def to_json(self, file_path: str | None = None) -> str:
@@ -77,22 +78,20 @@ class ChatTemplateConfig:
             path = Path(text)
             if not path.is_file():
                 wanted = "a .jinja file, a JSON file or JSON text"
-                raise refuse("chat_template", text, wanted=wanted, flag="--chat-template")
+                raise refuse("chat_template", text, wanted=wanted, flag=_FLAG)
             if path.stat().st_size > _MAX_JSON_BYTES:
-                raise refuse(
-                    "chat_template", text, wanted="a file of at most 1 MiB", flag="--chat-template"
-                )
+                raise refuse("chat_template", text, wanted="a file of at most 1 MiB", flag=_FLAG)
             try:
                 text = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 wanted = "a file in UTF-8"
-                raise refuse("chat_template", text, wanted=wanted, flag="--chat-template") from None
+                raise refuse("chat_template", text, wanted=wanted, flag=_FLAG) from None
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"chat_template is not JSON (--chat-template): {error}.") from None
         if not isinstance(values, dict):
-            raise refuse("chat_template", values, wanted="a JSON object", flag="--chat-template")
+            raise refuse("chat_template", values, wanted="a JSON object", flag=_FLAG)
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -109,9 +108,7 @@ def parse_chat_template(argument: str | None) -> ChatTemplateConfig | None:
         return None
     if not argument.lstrip().startswith("{") and Path(argument).suffix in (".jinja", ".j2"):
         if not Path(argument).is_file():
-            raise refuse(
-                "chat_template", argument, wanted="an existing file", flag="--chat-template"
-            )
+            raise refuse("chat_template", argument, wanted="an existing file", flag=_FLAG)
         return ChatTemplateConfig(model_name="custom", model_path=argument)
     if _is_hub_json(argument):
         return ChatTemplateConfig(model_name="custom", model_path=argument)

@@ -8,22 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lmdeploy.base.checks import (
-    OptionError,
-    check_bool,
-    check_choice,
-    check_ids,
-    check_int,
-    check_number,
-    check_strings,
-    is_int,
-    refuse,
-    refuse_item,
-    refuse_unsupported,
-)
-from lmdeploy.config.unsupported import GENERATION, unsupported_fields
+from lmdeploy.base.checks import OptionError, check_number, is_int, refuse, refuse_item
+from lmdeploy.config.option import Option, check
 
 logger = logging.getLogger("lmdeploy")
 
@@ -37,33 +25,71 @@ MAX_N = 128
 MAX_NGRAM = 1024  # of repetition_ngram_size and repetition_ngram_threshold
 
 
+_PENALTY = Option(low=-2, high=2, to_core=True)
+_NGRAM = Option(high=MAX_NGRAM)
+_NO_LOGPROBS = Option(high=MAX_LOGPROBS, low=0)
+_WORDS = Option(high=MAX_STOP_WORDS)
+_TOKEN_IDS = Option(high=MAX_TOKEN_IDS)
+_WHOLE_BLOCKS = Option(unsupported="the prefix cache keeps the blocks of every request")
+
+
+def _check_logit_bias(biases: Any) -> None:
+    if not isinstance(biases, dict) or len(biases) > MAX_LOGIT_BIAS:
+        wanted = f"a dict of at most {MAX_LOGIT_BIAS} token ids and numbers"
+        raise refuse("logit_bias", biases, wanted=wanted)
+    for token, bias in biases.items():
+        if not is_int(token, low=0):
+            raise refuse_item("logit_bias", token, wanted="a token id with a number")
+        check_number("logit_bias", bias, wanted=(-100.0, 100.0))
+
+
 @dataclass
 class GenerationConfig:
     """Options for generating the answers to one prompt.
 
     Args:
-        n: number of answers per prompt.
-        max_new_tokens: maximum length of the answer. session_len and the cache limit it further.
-        do_sample: False always chooses the most likely token.
-        top_p, top_k, min_p, temperature: sampling options. top_k 0 allows all tokens.
-        repetition_penalty: a value above 1 makes tokens of the prompt and the answer less likely.
-        presence_penalty, frequency_penalty: as in OpenAI's API, over the tokens of the answer.
-        ignore_eos: continue after the end token of the model.
-        random_seed: None uses a fresh seed.
+        n: number of answers per prompt. They share the computation of the prompt.
+        max_new_tokens: most tokens of an answer. session_len and the cache limit it further.
+        do_sample: draw each token from the model's distribution. False always chooses the most
+            likely one, so that answers repeat.
+        top_p: sample from the most likely tokens with this sum. Lower values make answers safer and
+            less varied.
+        top_k: sample from this number of tokens; 0 allows all. Lower values make answers safer and
+            less varied.
+        min_p: least probability relative to the most likely token. Higher values remove more of the
+            unlikely tokens.
+        temperature: divides the logits; 0 chooses the most likely token. Higher values make answers
+            more varied and less reliable.
+        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely. High
+            values also suppress words that must repeat.
+        presence_penalty: as in OpenAI's API, subtracted from the logits of tokens of the answer.
+            Higher values favor new words.
+        frequency_penalty: as presence_penalty, but once for each occurrence. Higher values end
+            repetitions sooner.
+        ignore_eos: continue after the end token of the model. Answers then end at max_new_tokens
+            or a stop word.
+        random_seed: seed of the sampling (default: a new one for each response). With the same seed
+            and a deterministic engine, a request has the same answer.
         stop_words: texts that end the answer. They are matched across token borders and not
             returned.
-        bad_words: texts whose tokens are never completed.
-        stop_token_ids, bad_token_ids: the same for token ids.
+        bad_words: texts whose tokens are never completed. Both spellings with and without a space
+            before them are excluded.
+        stop_token_ids: tokens that end the answer.
+        bad_token_ids: tokens that are never sampled.
         min_new_tokens: the answer cannot end before this number of tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: has no effect.
         logprobs: number of alternatives returned per token. None returns no log probabilities.
-        prompt_logprobs: the same for the tokens of the prompt.
+        prompt_logprobs: the same for the tokens of the prompt. The prompt is then computed anew
+            instead of taken from the prefix cache.
         logit_bias: maps token ids to values that are added to their logits.
         response_format: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema":
-            ...}} or {"type": "regex_schema", "regex_schema": "..."}.
+            ...}} or {"type": "regex_schema", "regex_schema": "..."}. The answer then has this form.
         output_logits: "generation" or "all", which includes the prompt. None returns no logits.
         include_stop_str_in_output: return the stop word too.
         repetition_ngram_size: stop when a run of so many tokens has occurred
             repetition_ngram_threshold times. 0 and less turn this off, for either.
+        repetition_ngram_threshold: number of occurrences of the run.
         cache_salt: requests share cached prefixes only if their salts are equal. None is a salt of
             its own.
         priority: requests with a lower value are served earlier. An old request still gets its
@@ -75,119 +101,72 @@ class GenerationConfig:
         ValueError: a value is out of range or belongs to an unsupported feature.
     """
 
-    n: int = 1
-    max_new_tokens: int = 512
+    n: Annotated[int, Option(low=1, high=MAX_N)] = 1
+    max_new_tokens: Annotated[int, Option(low=0)] = 512
     do_sample: bool = False
-    top_p: float = 1.0
-    top_k: int = 50
-    min_p: float = 0.0
-    temperature: float = 0.8
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
-    random_seed: int | None = None
-    stop_words: list[str] | None = None
-    bad_words: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_token_ids: list[int] | None = None
-    min_new_tokens: int | None = None
+    top_p: Annotated[float, Option(low=0, high=1, to_core=True)] = 1.0
+    top_k: Annotated[int, Option(low=0, to_core=True)] = 50
+    min_p: Annotated[float, Option(low=0, high=1, to_core=True)] = 0.0
+    temperature: Annotated[float, Option(low=0, high=2)] = 0.8
+    repetition_penalty: Annotated[float, Option(above=0, high=100, to_core=True)] = 1.0
+    ignore_eos: Annotated[bool, Option(to_core=True)] = False
+    random_seed: Annotated[int | None, Option(low=0, high=2**64 - 1, flags=("--seed",))] = None
+    stop_words: Annotated[list[str] | None, _WORDS] = None
+    bad_words: Annotated[list[str] | None, _WORDS] = None
+    stop_token_ids: Annotated[list[int] | None, _TOKEN_IDS] = None
+    bad_token_ids: Annotated[list[int] | None, _TOKEN_IDS] = None
+    min_new_tokens: Annotated[int | None, Option(low=0)] = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logprobs: int | None = None
-    logprob_start_len: int = -1
-    response_format: dict[str, Any] | None = None
-    logits_processors: list[Callable[..., Any]] | None = None
-    output_logits: Literal["all", "generation"] | None = None
-    output_last_hidden_state: Literal["all", "generation"] | None = None
+    logprobs: Annotated[int | None, _NO_LOGPROBS] = None
+    logprob_start_len: Annotated[
+        int, Option(unsupported="prompt_logprobs always begins at the first token")
+    ] = -1
+    response_format: Annotated[
+        dict[str, Any] | None, Option(wanted="a dict with the key 'type'")
+    ] = None
+    logits_processors: Annotated[
+        list[Callable[..., Any]] | None, Option(unsupported="sampling runs in C++")
+    ] = None
+    output_logits: Literal["generation", "all"] | None = None
+    output_last_hidden_state: Annotated[
+        Literal["all", "generation"] | None, Option(unsupported="pooling returns hidden states")
+    ] = None
     include_stop_str_in_output: bool = False
-    return_ppl: bool = False
-    with_cache: bool = False
-    preserve_cache: bool = False
-    migration_request: Any = None
-    return_routed_experts: bool = False
-    repetition_ngram_size: int = 0
-    repetition_ngram_threshold: int = 0
+    return_ppl: Annotated[bool, Option(unsupported="get_ppl computes it")] = False
+    with_cache: Annotated[bool, _WHOLE_BLOCKS] = False
+    preserve_cache: Annotated[bool, _WHOLE_BLOCKS] = False
+    migration_request: Annotated[Any, Option(unsupported="a request stays in its engine")] = None
+    return_routed_experts: Annotated[
+        bool, Option(unsupported="the choice of experts stays in the step")
+    ] = False
+    repetition_ngram_size: Annotated[int, _NGRAM] = 0
+    repetition_ngram_threshold: Annotated[int, _NGRAM] = 0
     # Not in LMDeploy.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    prompt_logprobs: int | None = None
-    cache_salt: str | None = None
-    priority: int = 0
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    logit_bias: Annotated[dict[int, float] | None, Option(check=_check_logit_bias)] = None
+    prompt_logprobs: Annotated[int | None, _NO_LOGPROBS] = None
+    cache_salt: Annotated[str | None, Option(wanted="a string that is not empty")] = None
+    priority: Annotated[int, Option(to_core=True)] = 0
     pooling: Literal["last", "mean"] | None = None
 
     def __post_init__(self) -> None:
-        refuse_unsupported(self, unsupported_fields(GENERATION))
-        check_int("n", self.n, low=1, high=MAX_N)
-        check_int("max_new_tokens", self.max_new_tokens, low=0)
-        if self.cache_salt is not None and (
-            not isinstance(self.cache_salt, str) or not self.cache_salt
-        ):
-            raise refuse("cache_salt", self.cache_salt, wanted="a string that is not empty")
-        check_int("priority", self.priority, low=-(2**31), high=2**31 - 1)
-        if self.min_new_tokens is not None:
-            check_int("min_new_tokens", self.min_new_tokens, low=0)
-        for name in ("repetition_ngram_size", "repetition_ngram_threshold"):
-            check_int(name, getattr(self, name), low=-(2**31), high=MAX_NGRAM)
-            setattr(self, name, max(getattr(self, name), 0))
-        self._check_sampling()
-        self._check_words()
-        self._check_output()
-
-    def _check_sampling(self) -> None:
-        check_number("top_p", self.top_p, wanted=(0.0, 1.0))
-        check_number("min_p", self.min_p, wanted=(0.0, 1.0))
-        check_number("temperature", self.temperature, wanted=(0.0, 2.0))
-        check_int("top_k", self.top_k, low=0)
-        if check_number("repetition_penalty", self.repetition_penalty, wanted=(0.0, 100.0)) == 0:
-            raise refuse("repetition_penalty", self.repetition_penalty, wanted="a number above 0")
-        check_number("presence_penalty", self.presence_penalty, wanted=(-2.0, 2.0))
-        check_number("frequency_penalty", self.frequency_penalty, wanted=(-2.0, 2.0))
-        if self.random_seed is not None:
-            check_int("random_seed", self.random_seed, low=0, high=2**64 - 1)
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-                wanted = f"a dict of at most {MAX_LOGIT_BIAS} token ids and numbers"
-                raise refuse("logit_bias", self.logit_bias, wanted=wanted)
-            for token, bias in self.logit_bias.items():
-                if not is_int(token, low=0):
-                    raise refuse_item("logit_bias", token, wanted="a token id with a number")
-                check_number("logit_bias", bias, wanted=(-100.0, 100.0))
-
-    def _check_words(self) -> None:
+        check(self, names_flags=False)
+        self.repetition_ngram_size = max(self.repetition_ngram_size, 0)
+        self.repetition_ngram_threshold = max(self.repetition_ngram_threshold, 0)
+        for name in ("stop_words", "bad_words", "stop_token_ids", "bad_token_ids"):
+            if getattr(self, name) is not None:
+                setattr(self, name, list(getattr(self, name)))
         for name in ("stop_words", "bad_words"):
-            if getattr(self, name) is not None:
-                words = check_strings(
+            words = getattr(self, name) or []
+            total = sum(len(word) for word in words)
+            if total > MAX_ALL_STOP_CHARS:
+                raise OptionError(
                     name,
-                    getattr(self, name),
-                    max_items=MAX_STOP_WORDS,
-                    max_chars=MAX_STOP_WORD_CHARS,
+                    f"has {total} characters in {len(words)} words. It must have at most "
+                    f"{MAX_ALL_STOP_CHARS} in all.",
                 )
-                total = sum(len(word) for word in words)
-                if total > MAX_ALL_STOP_CHARS:
-                    raise OptionError(
-                        name,
-                        f"has {total} characters in {len(words)} words. It must have at most "
-                        f"{MAX_ALL_STOP_CHARS} in all.",
-                    )
-                setattr(self, name, words)
-        for name in ("stop_token_ids", "bad_token_ids"):
-            if getattr(self, name) is not None:
-                setattr(self, name, check_ids(name, getattr(self, name), max_items=MAX_TOKEN_IDS))
-
-    def _check_output(self) -> None:
-        for name in (
-            "do_sample",
-            "ignore_eos",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        ):
-            check_bool(name, getattr(self, name))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
-        check_choice("output_logits", self.output_logits, choices=(None, "generation", "all"))
-        check_choice("pooling", self.pooling, choices=(None, "last", "mean"))
         if self.pooling is not None and (
             self.max_new_tokens > 0
             or self.prompt_logprobs is not None
@@ -197,10 +176,6 @@ class GenerationConfig:
                 "pooling",
                 f"is {self.pooling}, which needs max_new_tokens 0 and no prompt_logprobs or "
                 "output_logits.",
-            )
-        if self.response_format is not None and not isinstance(self.response_format, dict):
-            raise refuse(
-                "response_format", self.response_format, wanted="a dict with the key 'type'"
             )
 
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lmdeploy.base.checks import OptionError, check_int, refuse
+from lmdeploy.base.checks import OptionError, check_int, flag_of, refuse
 
-FLAG = "--kv-events-config"
+FLAG = flag_of("kv_events_config")
 _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 _MAX_TOPIC_CHARS = 256
 

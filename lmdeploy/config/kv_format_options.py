@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.base.checks import refuse, user_path
+from lmdeploy.base.checks import flag_of, refuse, user_path
 
 KV_QUALITIES = ("raw", "balanced", "best")
 UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
 KV_K_OFFSETS = ("block", "none")
 KV_WINDOWS = ("int8", "16bit")
 
-FLAG = "--kv-cache-format"
+FLAG = flag_of("kv_cache_format")
 MAX_TABLE_BYTES = 1 << 16
 _LAYERS = re.compile(r"(-?\d{1,5})(?:-(-?\d{1,5}))?")
 TABLE_SUFFIXES = (".yaml", ".yml")
@@ -80,7 +80,7 @@ def parse_quant_policy(value: Any) -> str:
             row.quant_policy for row in _turbomind.kv_formats() if row.quant_policy is not None
         )
         wanted = f"{', '.join(map(str, numbers))} or one of {accepted_names()}"
-        raise refuse("quant_policy", value, wanted=wanted, flag="--quant-policy") from None
+        raise refuse("quant_policy", value, wanted=wanted, flag=flag_of("quant_policy")) from None
 
 
 def _parse_name(text: str) -> str | None:

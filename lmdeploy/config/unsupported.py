@@ -1,8 +1,8 @@
-"""The table of features that are not built: those of LMDeploy 0.18, OpenAI, vLLM and SGLang.
+"""The flags and request fields of features that are not built, of LMDeploy 0.18 and other servers.
 
-Each name is accepted with the values that mean "not used" and rejected with every other value. If
-the name is a field of an options class, the first value is its default. A field of a request that
-cannot change the answer has ANY: every value is accepted and ignored.
+Each name is accepted with the values that mean "not used" and rejected with every other value. A
+field that cannot change the answer has ANY: every value is accepted and ignored. Fields of the
+options classes that are not built are declared there (`Option.unsupported`), with their flags.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 class Where(Flag):
     """The places where users can give a value."""
 
-    ENGINE = auto()  # a field of TurbomindEngineConfig
-    GENERATION = auto()  # a field of GenerationConfig
     FLAG = auto()  # a command-line flag with one value
     SWITCH = auto()  # a command-line flag without a value
     LIST = auto()  # a command-line flag with several values
@@ -28,7 +26,6 @@ class Where(Flag):
     MESSAGES = auto()  # a field in the body of /v1/messages
 
 
-ENGINE, GENERATION = Where.ENGINE, Where.GENERATION
 FLAG, SWITCH, LIST = Where.FLAG, Where.SWITCH, Where.LIST
 BODY, CHAT, GENERATE = Where.BODY, Where.CHAT, Where.GENERATE
 EMBEDDING, RESPONSES, MESSAGES = Where.EMBEDDING, Where.RESPONSES, Where.MESSAGES
@@ -40,10 +37,6 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "add_special_tokens": (CHAT, (False,)),
     "allowed_media_domains": (LIST, ()),
     "allowed_token_ids": (BODY, ([],)),
-    "async_": (ENGINE | FLAG, (1,)),
-    "attn_cp_size": (ENGINE, (None,)),
-    "attn_dp_size": (ENGINE, (None,)),
-    "attn_tp_size": (ENGINE, (None,)),
     "audio": (CHAT, ()),
     "audio_data": (BODY, ()),
     "backend": (FLAG, ("turbomind",)),
@@ -52,23 +45,14 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "bootstrap_host": (BODY, ()),
     "bootstrap_port": (BODY, ()),
     "bootstrap_room": (BODY, ()),
-    "cache_checkpoint_interval": (ENGINE, (4096,)),
-    "cache_chunk_size": (ENGINE, (-1,)),
-    "cache_generation": (ENGINE, ("auto",)),
-    "cache_prompt": (ENGINE, ("auto",)),
-    "cache_prompt_boundary_skip": (ENGINE, (1,)),
     "chat_template": (BODY, ()),
-    "communicator": (ENGINE | FLAG, ("nccl",)),
     "compaction": (MESSAGES, ()),
     "conversation": (RESPONSES, ()),
-    "cp": (ENGINE | FLAG, (1,)),
     "cudagraph_capture_batch_sizes": (LIST, ()),
     "custom_labels": (BODY, ANY),
     "custom_logit_processor": (BODY, ()),
     "custom_params": (BODY, ({},)),
     "data_parallel_rank": (BODY, ANY),
-    "device_num": (ENGINE, (None,)),
-    "dist_init_addr": (ENGINE | FLAG, (None,)),
     "distributed_executor_backend": (FLAG, ()),
     "dllm_block_length": (FLAG, ()),
     "dllm_confidence_threshold": (FLAG, (0.85,)),
@@ -76,16 +60,13 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "dllm_unmasking_strategy": (FLAG, ("low_confidence_dynamic",)),
     "do_preprocess": (CHAT, (True,)),
     "documents": (BODY, ([],)),
-    "dp": (ENGINE | FLAG, (1,)),
     "dp_rank": (FLAG, (0,)),
     "ebnf": (BODY, ()),
     "ec_transfer_params": (BODY, ()),
     "echo": (CHAT | GENERATE, (False,)),
-    "empty_init": (ENGINE | SWITCH, (False,)),
     "enable_eplb": (SWITCH, ()),
     "enable_microbatch": (SWITCH, ()),
     "enable_return_routed_experts": (SWITCH, ()),
-    "ep": (ENGINE | FLAG, (1,)),
     "extra_key": (BODY, ()),
     "function_call": (CHAT, ("none", "auto")),
     "functions": (CHAT, ([],)),
@@ -104,35 +85,23 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "kv_transfer_params": (BODY, ()),
     "kwargs": (BODY, ANY),
     "length_penalty": (BODY, (1.0, 1)),
-    "logits_processors": (GENERATION | BODY, (None, [])),
-    "logprob_start_len": (GENERATION, (-1,)),
+    "logits_processors": (BODY, ([],)),
     "logprobs_mode": (FLAG, ()),
     "lora_id": (BODY, ()),
     "lora_path": (BODY, ()),
-    "max_prefill_iters": (ENGINE | FLAG, (1,)),
     "media_io_kwargs": (BODY, ()),
     "metadata": (BODY, ANY),
     "mcp_servers": (MESSAGES, ([],)),
     "migration_backend": (FLAG, ("DLSlime",)),
-    "migration_request": (GENERATION, (None,)),
-    "mlp_dp_size": (ENGINE, (None,)),
-    "mlp_tp_size": (ENGINE, (None,)),
     "mm_processor_kwargs": (BODY, ()),
     "model": (GENERATE, ANY),
     "modalities": (CHAT, (["text"],)),
-    "moe_a2a_backend": (ENGINE | FLAG, ("auto",)),
-    "nnodes": (ENGINE | FLAG, (1,)),
     "no_stop_trim": (BODY, (False,)),
-    "node_rank": (ENGINE | FLAG, (0,)),
     "num_gpu_blocks": (FLAG, (0,)),
-    "num_tokens_per_iter": (ENGINE | FLAG, (0,)),
-    "outer_dp_size": (ENGINE, (None,)),
-    "output_last_hidden_state": (GENERATION, (None,)),
     "piecewise_cudagraph_max_tokens": (FLAG, ()),
     "prediction": (BODY, ANY),
     "prefix_cache_decode_state_interval": (FLAG, (0,)),
     "prefix_cache_state_budget": (FLAG, (0,)),
-    "preserve_cache": (GENERATION, (False,)),
     "prompt": (RESPONSES, ()),
     "prompt_cache_key": (BODY, ANY),
     "prompt_cache_retention": (BODY, ANY),
@@ -141,9 +110,8 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "regex": (BODY, ()),
     "request_id": (BODY, ANY),
     "return_hidden_states": (BODY, (False,)),
-    "return_ppl": (GENERATION, (False,)),
     "return_prompt_text": (BODY, (False,)),
-    "return_routed_experts": (GENERATION | BODY, (False,)),
+    "return_routed_experts": (BODY, (False,)),
     "return_tokens_as_token_ids": (BODY, (False,)),
     "rid": (BODY, ANY),
     "role": (FLAG, ("Hybrid",)),
@@ -163,25 +131,17 @@ UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "thinking_token_budget": (BODY, ()),
     "thread": (MESSAGES, ()),
     "token_ids_logprob": (BODY, ()),
-    "tp": (ENGINE | FLAG, (1,)),
     "truncate_prompt_tokens": (BODY | EMBEDDING, ()),
     "truncation_side": (BODY, ()),
     "use_beam_search": (BODY, (False,)),
-    "use_logn_attn": (ENGINE | SWITCH, (False,)),
     "user": (BODY | EMBEDDING, ANY),
     "verbosity": (BODY, ANY),
     "video_data": (BODY, ()),
     "vision_max_batch_size": (FLAG, (1,)),
     "vllm_xargs": (BODY, ({},)),
     "web_search_options": (CHAT, ()),
-    "with_cache": (GENERATION, (False,)),
 }
 _NUM_VALUES: dict[Where, str | int] = {FLAG: 1, SWITCH: 0, LIST: "*"}
-
-
-def unsupported_fields(place: Where) -> dict[str, Any]:
-    """Return the fields of an options class and their defaults."""
-    return {name: values[0] for name, (places, values) in UNSUPPORTED.items() if place in places}
 
 
 def unsupported_body_fields(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.base.checks import OptionError, flag_of, refuse
 
-FLAG = "--weight-format"
+FLAG = flag_of("weight_format")
 # The parts of a model. `other` are the embedding and the head.
 WEIGHT_PARTS = ("attn", "mlp", "other")
 # The engine's format of each name.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lmdeploy.base.checks import check_choice
+from lmdeploy.base.checks import check_choice, flag_of
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.option import copy_to_core
 from lmdeploy.engine.devices import step_sizes
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def engine_config_of(
     engine_config.max_batch_size = batch_size
     engine_config.max_prefill_token_num = step_tokens
     engine_config.session_len = config.session_len or model.max_position
-    engine_config.cache_block_seq_len = config.cache_block_seq_len
-    engine_config.cache_max_entry_count = float(config.cache_max_entry_count)
-    engine_config.enable_prefix_caching = config.enable_prefix_caching
+    copy_to_core(config, engine_config)
     by_default = "ngram" if capability.drafts_by_default else "none"
     if config.speculative_draft_model or (config.speculative_algorithm or by_default) == "ngram":
         engine_config.num_draft_tokens = config.speculative_num_draft_tokens
@@ -116,7 +115,9 @@ def check_model_format(path: Path, wanted: str | None, *, model_path: str) -> No
 
     if wanted is None:
         return
-    check_choice("model_format", wanted, choices=("hf", "gguf", *METHODS), flag="--model-format")
+    check_choice(
+        "model_format", wanted, choices=("hf", "gguf", *METHODS), flag=flag_of("model_format")
+    )
     container = "gguf" if path.is_file() else "hf"
     actual = container if container == "gguf" else method_of(path) or container
     if wanted not in (actual, container):

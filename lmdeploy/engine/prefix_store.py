@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.option import options_of
 from lmdeploy.config.weight_format_options import parse_weight_format
 
 if TYPE_CHECKING:
@@ -57,11 +58,12 @@ def identity_of_cache(
         "rope_factor": float(config.rope_scaling_factor),
         "session_len": config.session_len if depends_on_length else None,
     }
-    # Stores of the defaults lack these keys.
-    if config.gemm_input_dtype is not None:
-        known["gemm_input_dtype"] = config.gemm_input_dtype
-    if config.deterministic:
-        known["deterministic"] = True
+    # The options above become something else for a model. Of the others, only those are stored that
+    # are not the default, so that a new option does not change the identity of all stores.
+    for option in options_of(TurbomindEngineConfig).values():
+        value = getattr(config, option.name)
+        if option.more.affects_kv == "value" and value != option.default:
+            known[option.name] = value
     if kv.k_offset:
         known["k_offset"] = "bias and mean" if model.k_bias else "mean"
     if model.k_bias and kv.k_offset:

@@ -11,6 +11,7 @@ from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.text import TextDecoder
 from lmdeploy.chat.grammar import Grammars, TokenMask, grammar_text, response_grammar
 from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter
+from lmdeploy.config.option import copy_to_core
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
@@ -64,10 +65,8 @@ class RequestMaker:
         check_token_ids(config, loaded.vocab_size)
         request = loaded.new_request()
         request.prompt = prompt_ids
-        request.priority = config.priority
         request.max_new_tokens = min(config.max_new_tokens, max_tokens - len(prompt_ids))
         request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
-        request.ignore_eos = config.ignore_eos
         request.eos_ids = [] if config.ignore_eos else list(loaded.eos_ids)
         template = loaded.chat_template
         of_template = template.stop_words if start is not None and template is not None else []
@@ -241,15 +240,7 @@ def set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
     """Set the sampling fields of `request`. `index` is that of `AsyncEngine.submit`."""
     request.do_sample = config.do_sample and config.temperature > 0
     request.temperature = config.temperature or 1.0
-    for name in (
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ):
-        setattr(request, name, getattr(config, name))
+    copy_to_core(config, request)
     seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
     request.seed = (seed + index) % 2**64
     request.logit_bias = list((config.logit_bias or {}).items())

@@ -7,14 +7,13 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from lmdeploy.base.checks import check_int, refuse
 from lmdeploy.base.installed import install_command
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.replicas.core import Patience, ReplicatedCore
+from lmdeploy.replicas.core import ReplicatedCore
+from lmdeploy.replicas.options import ReplicaOptions
 from lmdeploy.replicas.replica import EngineReplica
 from lmdeploy.replicas.transport import CALLER
 from lmdeploy.version import __version__
@@ -23,41 +22,6 @@ logger = logging.getLogger("lmdeploy")
 
 _MAX_ONGOING = 1024  # requests of one replica; its scheduler queues those that do not fit
 _JOIN_SECONDS = 10  # that replicas of an earlier command have to describe themselves
-
-
-@dataclass(frozen=True)
-class ReplicaOptions:
-    """The options of `lmdeploy serve ray`.
-
-    Args:
-        num_replicas: engines to run, or the most of them with `min_replicas`.
-        min_replicas: let Ray Serve start and stop replicas by load, but keep this many. None keeps
-            num_replicas.
-        cpus_per_replica: cores that Ray reserves for a replica. None divides this machine's cores.
-        address: address of the Ray cluster to join, to which this machine belongs. None starts one
-            on this machine.
-        patience: how long a request waits for a replica.
-    """
-
-    num_replicas: int = 1
-    min_replicas: int | None = None
-    cpus_per_replica: float | None = None
-    address: str | None = None
-    patience: Patience = Patience()  # noqa: RUF009 - frozen
-
-    def __post_init__(self) -> None:
-        check_int("num_replicas", self.num_replicas, low=1, high=4096, flag="--num-replicas")
-        if self.min_replicas is not None:
-            high = self.num_replicas
-            check_int("min_replicas", self.min_replicas, low=1, high=high, flag="--min-replicas")
-        if self.address is not None and self.address.startswith("ray://"):  # has no streams
-            wanted = "auto or host:port, on a machine that `ray start` has added to the cluster"
-            raise refuse("address", self.address, wanted=wanted, flag="--address")
-        if self.cpus_per_replica is not None and not self.cpus_per_replica > 0:
-            wanted = "a number above 0"
-            raise refuse(
-                "cpus_per_replica", self.cpus_per_replica, wanted=wanted, flag="--cpus-per-replica"
-            )
 
 
 class Replicas:
@@ -115,7 +79,6 @@ class Replicas:
             caller("generate"),
             read=caller("read"),
             plan=self._plan,
-            patience=self._options.patience,
         )
 
     def update(self) -> None:

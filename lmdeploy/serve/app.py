@@ -57,12 +57,8 @@ def make_app(
         BodyReader(),
         ResponseStore(),
         Sessions(),
+        options,
         enable_metrics=enable_metrics,
-        enable_abort_handling=options.enable_abort_handling,
-        allow_terminate=options.allow_terminate_by_client,
-        has_keys=bool(options.api_keys),
-        enable_web_page=not options.disable_web_page,
-        max_log_len=options.max_log_len,
         created=int(time.time()),
         tracer=None if endpoint is None else RequestTracer(endpoint, model_name=name),
     )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lmdeploy.base.checks import refuse, user_path
+from lmdeploy.base.checks import flag_of, refuse, user_path
 from lmdeploy.base.files import read_json_object
 from lmdeploy.config.generation import GenerationConfig, sampling_defaults
+from lmdeploy.config.option import options_of
 from lmdeploy.serve.schema import SamplingFields
 
 _MAX_FILE_BYTES = 1 << 20
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+# The fields of a request whose values become the options of the same names.
+_SAME_NAMES = [name for name in SamplingFields.model_fields if name in options_of(GenerationConfig)]
 
 
 def read_sampling(generation_config: str) -> dict[str, Any] | None:
@@ -29,12 +32,12 @@ def read_sampling(generation_config: str) -> dict[str, Any] | None:
         return None
     if generation_config in ("none", "lmdeploy", "vllm"):
         return sampling_defaults({})
-    path = user_path("generation_config", generation_config, flag="--generation-config")
+    path = user_path("generation_config", generation_config, flag=flag_of("generation_config"))
     if path.is_dir():
         path = path / "generation_config.json"
     if not path.is_file():
         wanted = "auto, none, lmdeploy, or the path of a generation_config.json or of its folder"
-        flag = "--generation-config"
+        flag = flag_of("generation_config")
         raise refuse("generation_config", generation_config, wanted=wanted, flag=flag)
     return sampling_defaults(read_json_object(path, _MAX_FILE_BYTES))
 
@@ -64,49 +67,26 @@ def make_config(
         OptionError: if GenerationConfig rejects a value.
     """
 
-    def sampling(name: str) -> Any:
-        value = getattr(fields, name)
-        return model_defaults[name] if value is None else value
-
-    do_sample = fields.do_sample
-    if do_sample is None:
-        says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
-        do_sample = says_how or model_defaults["do_sample"]
-    min_new_tokens = fields.min_new_tokens
-    if min_new_tokens is None:
-        min_new_tokens = fields.min_tokens
+    given = {name: getattr(fields, name) for name in _SAME_NAMES}
+    values = model_defaults | {name: value for name, value in given.items() if value is not None}
+    if fields.do_sample is None and not values["do_sample"]:
+        values["do_sample"] = any(given[name] is not None for name in _SAMPLING_FIELDS)
+    values["top_k"] = max(values["top_k"], 0)
+    if fields.min_new_tokens is None:
+        values["min_new_tokens"] = fields.min_tokens
     try:
         bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     except ValueError:
         raise refuse(
             "logit_bias", fields.logit_bias, wanted="an object whose keys are token ids"
         ) from None
-    return GenerationConfig(
-        n=limits.n,
-        max_new_tokens=room if limits.max_new_tokens in (None, -1) else limits.max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        do_sample=do_sample,
-        temperature=float(sampling("temperature")),
-        top_p=float(sampling("top_p")),
-        top_k=max(sampling("top_k"), 0),
-        min_p=float(sampling("min_p")),
-        repetition_penalty=float(sampling("repetition_penalty")),
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        random_seed=None if fields.seed is None else fields.seed % 2**64,
-        stop_words=[fields.stop] if isinstance(fields.stop, str) else fields.stop,
-        stop_token_ids=fields.stop_token_ids,
-        bad_words=fields.bad_words,
-        ignore_eos=bool(fields.ignore_eos),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
-        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-        logit_bias=bias or None,
-        logprobs=limits.logprobs,
-        prompt_logprobs=limits.prompt_logprobs,
-        response_format=fields.response_format,
-        repetition_ngram_size=fields.repetition_ngram_size or 0,
-        repetition_ngram_threshold=fields.repetition_ngram_threshold or 0,
-        cache_salt=fields.cache_salt,
-        priority=fields.priority or 0,
-    )
+    values |= {
+        "n": limits.n,
+        "max_new_tokens": room if limits.max_new_tokens in (None, -1) else limits.max_new_tokens,
+        "random_seed": None if fields.seed is None else fields.seed % 2**64,
+        "stop_words": [fields.stop] if isinstance(fields.stop, str) else fields.stop,
+        "logit_bias": bias or None,
+        "logprobs": limits.logprobs,
+        "prompt_logprobs": limits.prompt_logprobs,
+    }
+    return GenerationConfig(**values)

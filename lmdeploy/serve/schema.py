@@ -31,12 +31,12 @@ from lmdeploy.chat.messages import MAX_MESSAGES
 from lmdeploy.chat.tool_calls import MAX_TOOLS
 from lmdeploy.config.generation import (
     MAX_LOGIT_BIAS,
-    MAX_N,
     MAX_NGRAM,
     MAX_STOP_WORD_CHARS,
     MAX_STOP_WORDS,
-    MAX_TOKEN_IDS,
+    GenerationConfig,
 )
+from lmdeploy.config.option import MAX_INT, options_of
 from lmdeploy.config.unsupported import ANY
 from lmdeploy.serve.errors import ApiError
 
@@ -82,6 +82,17 @@ Unsupported = dict[str, tuple[Any, ...]]
 R = TypeVar("R", bound="ApiRequest")
 
 
+def of_option(name: str, *, default: Any = None) -> Any:
+    """Return the field of a request that has the bounds of an option of GenerationConfig."""
+    option = options_of(GenerationConfig)[name]
+    low, high, above = option.more.low, option.more.high, option.more.above
+    if option.kind not in (int, float):
+        return Field(default=default, max_length=int(high))
+    if high == MAX_INT:
+        return Field(default=default, ge=low, lt=high + 1)
+    return Field(default=default, ge=low if above is None else None, gt=above, le=high)
+
+
 class ApiRequest(BaseModel):
     """Base of all requests: strict types and no NaN. Unknown fields are ignored."""
 
@@ -105,21 +116,21 @@ class StreamOptions(ApiRequest):
 class SamplingFields(ApiRequest):
     """The fields of all generating endpoints."""
 
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    temperature: float | None = of_option("temperature")
+    top_p: float | None = of_option("top_p")
     top_k: TopK | None = None
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    min_p: float | None = of_option("min_p")
+    repetition_penalty: float | None = of_option("repetition_penalty")
+    presence_penalty: float | None = of_option("presence_penalty", default=0.0)
+    frequency_penalty: float | None = of_option("frequency_penalty", default=0.0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Word | Words | None = None
-    stop_token_ids: Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
+    stop_token_ids: Ids | None = of_option("stop_token_ids")
     ignore_eos: bool | None = False
     bad_words: Words | None = None
     do_sample: bool | None = None
-    min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    min_new_tokens: int | None = of_option("min_new_tokens")
+    min_tokens: int | None = of_option("min_new_tokens")
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     include_stop_str_in_output: bool | None = False
@@ -128,7 +139,7 @@ class SamplingFields(ApiRequest):
     response_format: dict[str, Any] | None = None
     # As in vLLM: requests share cached prefixes only if their salts are equal.
     cache_salt: str | None = Field(default=None, min_length=1)
-    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
+    priority: int | None = of_option("priority", default=0)
     repetition_ngram_size: int | None = Field(default=0, ge=0, le=MAX_NGRAM)
     repetition_ngram_threshold: int | None = Field(default=0, ge=0, le=MAX_NGRAM)
     session_id: int | str | None = None  # names the request for /abort_request; -1 is no name
@@ -138,7 +149,7 @@ class CompletionFields(SamplingFields):
     """The fields of both OpenAI endpoints."""
 
     model: str
-    n: int | None = Field(default=1, ge=1, le=MAX_N)
+    n: int | None = of_option("n", default=1)
     stream_options: StreamOptions | None = None
     max_completion_tokens: TokenLimit | None = None
 

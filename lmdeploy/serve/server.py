@@ -22,10 +22,11 @@ from urllib.request import Request, urlopen
 
 import uvicorn
 
-from lmdeploy.base.checks import OptionError, check_instance, check_int, check_strings, refuse
+from lmdeploy.base.checks import OptionError, check_instance, flag_of, refuse
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.option import check
 from lmdeploy.serve.http.accepting import BACKLOG, LimitedServer, raise_descriptor_limit
 from lmdeploy.serve.http.connections import LimitedProtocol, without_query
 from lmdeploy.serve.http.tls import TlsFiles, find_tls_files
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmdeploy")
 
-_MAX_KEYS = 1024
-_MAX_KEY_CHARS = 4096
 _SCHEMES = ("http", "https")
 _PROXY_TRIES = 5
 _PROXY_SECONDS = 5  # between two tries, and for one try
@@ -61,7 +60,7 @@ def bind(server_name: str, server_port: int) -> socket.socket:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
         raise refuse(
-            "server_name", server_name, wanted="an address", flag="--server-name"
+            "server_name", server_name, wanted="an address", flag=flag_of("server_name")
         ) from None
     sock = socket.socket(info[0], socket.SOCK_STREAM)
     try:
@@ -89,7 +88,10 @@ def listen(sock: socket.socket, server_name: str) -> None:
 def _taken(server_name: str, server_port: int, *, error: OSError) -> ValueError:
     if error.errno == errno.EADDRNOTAVAIL:
         return refuse(
-            "server_name", server_name, wanted="an address of this machine", flag="--server-name"
+            "server_name",
+            server_name,
+            wanted="an address of this machine",
+            flag=flag_of("server_name"),
         )
     return ValueError(
         f"The server cannot listen on {server_name}:{server_port}: {error.strerror}. Choose a free "
@@ -110,28 +112,16 @@ def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
 
 def check_options(options: ServerOptions) -> None:
     """Raise OptionError for an invalid server option."""
-    keys = check_strings(
-        "api_keys", options.api_keys, max_items=_MAX_KEYS, max_chars=_MAX_KEY_CHARS
-    )
-    if any(key != key.strip() for key in keys):  # HTTP strips header values
-        raise OptionError("api_keys", "contains a key with spaces around it (--api-keys).")
-    for i, key in enumerate(keys):
+    check(options)
+    for i, key in enumerate(options.api_keys):
+        if key != key.strip():  # HTTP strips header values
+            raise OptionError("api_keys", "contains a key with spaces around it (--api-keys).")
         if not (key.isascii() and key.isprintable()):  # clients encode others differently
             reason = f"contains other characters than printable ASCII in key {i + 1} (--api-keys)."
             raise OptionError("api_keys", reason)
-    for name, flag in (("allow_origins", "--allow-origins"), ("allowed_hosts", "--allowed-hosts")):
-        value = getattr(options, name) or []
-        check_strings(name, value, max_items=_MAX_KEYS, max_chars=_MAX_KEY_CHARS, flag=flag)
-    check_int("server_port", options.server_port, low=0, high=65535, flag="--server-port")
-    if options.max_concurrent_requests is not None:
-        flag = "--max-concurrent-requests"
-        check_int("max_concurrent_requests", options.max_concurrent_requests, low=1, flag=flag)
-    check_int("max_log_len", options.max_log_len, low=0, flag="--max-log-len")
     if options.proxy_url is not None:
         _check_proxy(options.proxy_url)
     read_sampling(options.generation_config)
-    check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
-    check_int("timeout_keep_alive", options.timeout_keep_alive, low=1, flag="--timeout-keep-alive")
     if options.otlp_traces_endpoint is not None:
         check_endpoint(options.otlp_traces_endpoint)
 
@@ -145,7 +135,7 @@ def _check_proxy(url: str) -> None:
         is_address = False
     if not is_address:
         wanted = "http://HOST:PORT or https://HOST:PORT"
-        raise refuse("proxy_url", without_password(url), wanted=wanted, flag="--proxy-url")
+        raise refuse("proxy_url", without_password(url), wanted=wanted, flag=flag_of("proxy_url"))
 
 
 def without_password(url: str) -> str:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from lmdeploy.base.checks import check_instance
+from lmdeploy.base.logs import LOG_LEVELS
+from lmdeploy.config.option import Option
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import ChatFormat
@@ -19,35 +24,102 @@ if TYPE_CHECKING:
     from lmdeploy.serve.rendering.process import MarkdownProcess
 
 
+def _reasoning_parsers() -> tuple[str, ...]:
+    from lmdeploy.chat.formats.registry import REASONING_PARSERS, parser_names
+
+    return parser_names(REASONING_PARSERS)
+
+
+def _tool_call_parsers() -> tuple[str, ...]:
+    from lmdeploy.chat.formats.registry import TOOL_CALL_PARSERS, parser_names
+
+    return parser_names(TOOL_CALL_PARSERS)
+
+
+_NAMES = Option(high=1024)
+
+
 @dataclass
 class ServerOptions:
-    """The options of the HTTP server. TurbomindEngineConfig has those of the engine."""
+    """The options of the HTTP server. TurbomindEngineConfig has those of the engine.
 
-    model_name: str | None = None
-    generation_config: str = "auto"  # "none", or a path that replaces the model's own
-    proxy_url: str | None = None  # the LMDeploy proxy at which the server registers
+    Args:
+        model_name: name of the model in the API (default: its path).
+        generation_config: defaults of the sampling fields: auto (the model's
+            generation_config.json), none or lmdeploy (neutral ones), or the path of another
+            generation_config.json or of its folder. They apply to fields that a request lacks.
+        proxy_url: LMDeploy proxy at which the server registers as soon as it listens (default:
+            none). The proxy then sends it requests.
+        server_name: address to listen on. 0.0.0.0 also accepts other computers.
+        server_port: TCP port; 0 takes any free port.
+        api_keys: clients must send one of these keys (default: those in the environment variable
+            LMDEPLOY_API_KEYS, separated by spaces, or no key). Without a key, everybody who reaches
+            the server can use it.
+        share_prefix_cache: let requests with different API keys share cached prefixes (default:
+            separate them). That saves computation, but response times then tell a client what
+            others have sent.
+        allow_origins: CORS: origins of web pages that may use the server, such as
+            https://example.com; * allows all (default: pages of this computer).
+        allowed_hosts: other names under which clients reach the server, such as a proxy's; *
+            accepts all (default: the local names if server_name is a loopback address, else all).
+            Requests for other names are refused.
+        allow_credentials: CORS: allow cookies and logins (default: off).
+        allow_methods: CORS: allowed HTTP methods (default: all).
+        allow_headers: CORS: allowed request headers (default: all).
+        disable_fastapi_docs: disable /openapi.json, the description of the API.
+        disable_web_page: disable the web page at / and POST /render_markdown.
+        log_level: lowest level of the messages. DEBUG also shows tracebacks.
+        reasoning_parser: format of reasoning in responses; none leaves it in the text (default:
+            chosen by the model).
+        tool_call_parser: format of tool calls in responses; none leaves them in the text (default:
+            chosen by the model).
+        enable_abort_handling: enable POST /abort_request, which ends the requests of a session, or
+            all.
+        allow_terminate_by_client: enable /terminate, which stops the server.
+        shutdown_timeout: time that running requests may continue after SIGTERM or Ctrl-C. Then they
+            end with an error.
+        timeout_keep_alive: time that a connection without a request stays open. A proxy must close
+            idle connections earlier.
+        max_concurrent_requests: most requests served at the same time; others receive status 503
+            (default: no limit). A limit keeps waiting times short.
+        max_log_len: most characters of each prompt in the log, which shows prompts only with
+            log_level INFO or DEBUG. Logs then contain what users write.
+        ssl: serve HTTPS with the PEM files in the environment variables SSL_KEYFILE and
+            SSL_CERTFILE.
+        otlp_traces_endpoint: OpenTelemetry collector that receives traces over HTTP, such as
+            http://localhost:4318/v1/traces (default: no traces). Every request that generates then
+            sends a span.
+    """
+
+    model_name: Annotated[
+        str | None, Option(check=partial(check_instance, "model_name", kind=str))
+    ] = None
+    generation_config: Annotated[str, Option(metavar="PATH")] = "auto"
+    proxy_url: Annotated[str | None, Option(metavar="URL")] = None
     server_name: str = "127.0.0.1"
-    server_port: int = 23333
-    api_keys: list[str] = field(default_factory=list)
-    share_prefix_cache: bool = False  # False separates the prefix caches of the API keys
-    allow_origins: list[str] | None = None  # None allows pages of this computer
-    allowed_hosts: list[str] = field(default_factory=list)
+    server_port: Annotated[int, Option(low=0, high=65535)] = 23333
+    api_keys: Annotated[list[str], replace(_NAMES, num_values="*")] = field(default_factory=list)
+    share_prefix_cache: bool = False
+    allow_origins: Annotated[list[str] | None, replace(_NAMES, metavar="ORIGIN")] = None
+    allowed_hosts: Annotated[list[str], replace(_NAMES, metavar="NAME")] = field(
+        default_factory=list
+    )
     allow_credentials: bool = False
-    allow_methods: list[str] = field(default_factory=lambda: ["*"])
-    allow_headers: list[str] = field(default_factory=lambda: ["*"])
+    allow_methods: Annotated[list[str], _NAMES] = field(default_factory=lambda: ["*"])
+    allow_headers: Annotated[list[str], _NAMES] = field(default_factory=lambda: ["*"])
     disable_fastapi_docs: bool = False
     disable_web_page: bool = False
-    log_level: str = "WARNING"
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
+    log_level: Annotated[str, Option(choices=LOG_LEVELS, flags=None)] = "WARNING"
+    reasoning_parser: Annotated[str | None, Option(choices=_reasoning_parsers)] = None
+    tool_call_parser: Annotated[str | None, Option(choices=_tool_call_parsers)] = None
     enable_abort_handling: bool = False
     allow_terminate_by_client: bool = False
-    shutdown_timeout: int = 3  # seconds
-    timeout_keep_alive: int = 75  # seconds that a connection may idle, as long as proxies expect
-    max_concurrent_requests: int | None = None  # None disables the limit
-    max_log_len: int = 0  # characters of each prompt in the log
-    ssl: bool = False  # the files are in SSL_KEYFILE and SSL_CERTFILE
-    otlp_traces_endpoint: str | None = None  # None makes no traces
+    shutdown_timeout: Annotated[int, Option(low=0, metavar="SECONDS")] = 3
+    timeout_keep_alive: Annotated[int, Option(low=1, metavar="SECONDS")] = 75
+    max_concurrent_requests: Annotated[int | None, Option(low=1, metavar="N")] = None
+    max_log_len: Annotated[int, Option(low=0, metavar="CHARACTERS")] = 0
+    ssl: bool = False
+    otlp_traces_endpoint: Annotated[str | None, Option(metavar="URL")] = None
 
 
 def _raise_sigterm() -> None:
@@ -66,13 +138,9 @@ class ServerState:
     bodies: BodyReader
     responses: ResponseStore
     sessions: Sessions
+    options: ServerOptions = field(default_factory=ServerOptions)
     enable_metrics: bool = True
-    enable_abort_handling: bool = False
-    allow_terminate: bool = False
-    has_keys: bool = False
     terminate: Callable[[], None] = _raise_sigterm
-    enable_web_page: bool = True
-    max_log_len: int = 0
     created: int = 0
     tracer: RequestTracer | None = None
 

@@ -6,7 +6,6 @@ Run it after a change to a flag, a field, a limit or a model: python scripts/dev
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from lmdeploy.checkpoint.files.text_part import TEXT_ARCHITECTURES
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
-from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
+from lmdeploy.config.option import MAX_INT, DeclaredOption, options_of
 from lmdeploy.models import FAMILIES
 from lmdeploy.models.rope import ROPE_KINDS
 from lmdeploy.serve.routes import ROUTERS
@@ -107,7 +106,8 @@ def _flag_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
         text = parser._get_formatter()._expand_help(action)
         choices = [str(choice) for choice in action.choices or ()]
         if not all(choice in text for choice in choices):
-            text += "; one of " + ", ".join(f"`{choice}`" for choice in choices)
+            listed = ", ".join(f"`{choice}`" for choice in choices)
+            text += f" One of {listed}." if text.endswith(".") else f"; one of {listed}"
         rows.append([name, text])
     return rows
 
@@ -125,6 +125,10 @@ def make_flags() -> str:
     ]
     for name in names:
         rows[name] = [row for row in rows[name] if row not in shared]
+    # lmdeploy serve ray has the flags of the other server, too.
+    of_server = [*shared, *rows[names[1]]]
+    rows["lmdeploy serve ray"] = [r for r in rows["lmdeploy serve ray"] if r not in of_server]
+    parts[0] += " `lmdeploy serve ray` has all flags of `lmdeploy serve api_server`."
     for name in sorted(rows, key=list(commands).index):
         parts += [f"## {name}", _table(["flag", "meaning"], rows[name])]
     return _page("Flags", *parts)
@@ -167,6 +171,21 @@ def _allowed(field: dict[str, Any]) -> str:
     return " or ".join(texts)
 
 
+def _values(option: DeclaredOption) -> str:
+    """Describe the values of an option in Python."""
+    low, high, above = option.more.low, option.more.high, option.more.above
+    if option.choices:
+        texts = [f"`{choice!r}`" for choice in option.choices]
+    else:
+        texts = [f"`{k.__name__ if isinstance(k, type) else k}`" for k in option.kinds]
+    if option.kind in (int, float) and not option.choices and option.more.check is None:
+        texts[0] += f" ≥ {_number(low)}" if above is None else f" > {_number(above)}"
+        texts[0] += f", ≤ {_number(high)}" if high != MAX_INT else ""
+    elif option.kind in (list[int], list[str]) and option.more.check is None:
+        texts[0] += f", at most {int(high):,}"
+    return " or ".join([*texts, "`None`"] if option.is_optional else texts)
+
+
 def _number(value: float) -> str:
     exponent = int(abs(value)).bit_length() - 1
     if exponent > 20 and abs(value) == 2**exponent:
@@ -195,17 +214,18 @@ def make_fields() -> str:
             default = "required" if required else _default(field.get("default"))
             rows.append([f"`{name}`", _allowed(field), default])
         parts += [f"### `{path}`", _table(["field", "values", "default"], rows)]
-    for config, unsupported in (
-        (TurbomindEngineConfig, unsupported_fields(ENGINE)),
-        (GenerationConfig, unsupported_fields(GENERATION)),
-    ):
-        rows = [
-            [f"`{field.name}`", f"`{field.type}`", _default(getattr(config(), field.name))]
-            for field in dataclasses.fields(config)
-            if field.name not in unsupported
+    for cls in (TurbomindEngineConfig, GenerationConfig):
+        options = options_of(cls).values()
+        built = [option for option in options if option.more.unsupported is None]
+        rows = [[f"`{o.name}`", _values(o), _default(o.default), o.meaning] for o in built]
+        parts += [f"## {cls.__name__}", _table(["option", "values", "default", "meaning"], rows)]
+        refused = [
+            [f"`{option.name}`", f"`{option.default!r}`", option.more.unsupported]
+            for option in options
+            if option.more.unsupported is not None
         ]
-        parts += [f"## {config.__name__}", _table(["option", "type", "default"], rows)]
-    parts.append("LMDeploy's other options are accepted with their default value only.")
+        parts.append("Every other value of these options of LMDeploy is refused:")
+        parts.append(_table(["option", "only value", "because"], refused))
     return _page("Fields", *parts)
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.cli.engine_flags import add_kv_flags, engine_config
+from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.cli.main import make_parser
-from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.cli.option_flags import add_flags, names_of
+from lmdeploy.config.engine import KV_CACHE, KV_INGREDIENTS, TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import TABLE_SUFFIXES
 
 Plan = dict[str, str | float]  # the format and the size of a cache
@@ -70,7 +71,8 @@ class Policy:
 def _without_kv_flags(flags: Sequence[str]) -> tuple[str, ...]:
     """Remove the flags of the cache's accuracy, which a server refuses with the format none."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    add_kv_flags(parser)
+    names = names_of(TurbomindEngineConfig, KV_CACHE, KV_INGREDIENTS)
+    add_flags(parser, TurbomindEngineConfig, title=KV_CACHE, names=names)
     try:
         return tuple(parser.parse_known_args(flags)[1])
     except argparse.ArgumentError as error:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.base.checks import OptionError, flag_of, refuse
 from lmdeploy.base.installed import install_command
 from lmdeploy.serve.errors import ApiError
 
@@ -36,7 +36,9 @@ def check_endpoint(endpoint: str) -> str:
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname:
         wanted = "an address such as http://localhost:4318/v1/traces"
-        raise refuse("otlp_traces_endpoint", endpoint, wanted=wanted, flag="--otlp-traces-endpoint")
+        raise refuse(
+            "otlp_traces_endpoint", endpoint, wanted=wanted, flag=flag_of("otlp_traces_endpoint")
+        )
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401

@@ -105,12 +105,12 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
     On a server with API keys, only requests of the same key are ended.
     """
     state = state_of(request)
-    if not state.enable_abort_handling:
+    if not state.options.enable_abort_handling:
         raise ApiError(
             501, "/abort_request is disabled. Start the server with --enable-abort-handling."
         )
-    owner = owner_of(request) if state.has_keys else ""
-    if body.abort_all and state.has_keys:
+    owner = owner_of(request) if state.options.api_keys else ""
+    if body.abort_all and state.options.api_keys:
         own = state.sessions.all_request_ids(owner=owner)
         return JSONResponse({"aborted": state.engine.abort(own)})
     if body.abort_all:

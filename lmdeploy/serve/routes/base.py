@@ -162,7 +162,7 @@ async def respond(request: Request, *, endpoint: Endpoint, body: GeneratingBody)
         if state.tracer is not None:
             span = ends.enter_context(state.tracer.span(request))
         parts = _Parts(endpoint, endpoint.reply(state, body), slot, span)
-        owner = owner_of(request) if state.has_keys else ""
+        owner = owner_of(request) if state.options.api_keys else ""
         ends.enter_context(state.sessions.run(body.session_id, parts.jobs, owner=owner))
         response = await _answer(request, state, parts=parts, body=body)
         if isinstance(response, SseResponse):
@@ -243,14 +243,14 @@ async def _start(
     check_size(prepared, max_tokens=state.engine.max_request_tokens)
     follow(prepared)
     slot.hold(sum(map(len, prompts)) * config.n)
-    if state.max_log_len and logger.isEnabledFor(logging.INFO):
+    if state.options.max_log_len and logger.isEnabledFor(logging.INFO):
         await asyncio.to_thread(_log_prompts, state, prompts, path=request.url.path)
     return await submit_all(state.engine, prepared)
 
 
 def _log_prompts(state: ServerState, prompts: Sequence[list[int]], *, path: str) -> None:
     """Log the beginning of each prompt, in one line each."""
-    tokenizer, limit = state.engine.loaded.tokenizer, state.max_log_len
+    tokenizer, limit = state.engine.loaded.tokenizer, state.options.max_log_len
     for ids in prompts:
         known = [token for token in ids[:limit] if token < tokenizer.vocab_size]
         text = tokenizer.decode(known, skip_special=False)[:limit]

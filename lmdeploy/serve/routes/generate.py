@@ -24,6 +24,7 @@ from lmdeploy.serve.schema import (
     TokenLimit,
     TopK,
     Unsupported,
+    of_option,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import answer_events
@@ -45,8 +46,8 @@ class GenerateRequest(SamplingFields):
     logprob_start_len: int | None = Field(default=-1, ge=-1, lt=2**31)
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: TokenLimit = 128
-    temperature: float | None = Field(default=1.0, ge=0, le=2)
-    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    temperature: float | None = of_option("temperature", default=1.0)
+    top_p: float | None = of_option("top_p", default=1.0)
     top_k: TopK | None = 0
 
     @property

@@ -73,7 +73,7 @@ async def terminate(request: Request) -> Response:
     """
     check_operator(request)
     state = state_of(request)
-    if not state.allow_terminate:
+    if not state.options.allow_terminate_by_client:
         raise ApiError(
             400, "/terminate is disabled. Start the server with --allow-terminate-by-client."
         )
@@ -89,7 +89,7 @@ def check_operator(request: Request) -> None:
     """
     if request.headers.get("sec-fetch-site") not in _FETCH_SITES:
         raise ApiError(403, "Pages of other sites cannot use this endpoint.")
-    if not state_of(request).has_keys and not _is_local(request):
+    if not state_of(request).options.api_keys and not _is_local(request):
         raise ApiError(
             403,
             "This endpoint accepts only clients on the server's machine. Start the server with "

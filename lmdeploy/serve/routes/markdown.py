@@ -26,7 +26,7 @@ class MarkdownRequest(ApiRequest):
 async def render_markdown(request: Request, body: MarkdownRequest) -> Response:
     """Return the nodes of a Markdown text: strings, and lists of a tag, attributes and nodes."""
     state = state_of(request)
-    if not state.enable_web_page:
+    if state.options.disable_web_page:
         raise ApiError(404, "/render_markdown is disabled by --disable-web-page.")
     if len(body.text) > MAX_MARKDOWN_CHARS:
         raise _too_large(

@@ -33,8 +33,10 @@ from lmdeploy.serve.schema import (
     Objects,
     SamplingFields,
     Tools,
+    TopK,
     Unsupported,
     Words,
+    of_option,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
@@ -64,9 +66,9 @@ class MessagesRequest(MessageFields):
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(MESSAGES)
     max_tokens: int = Field(ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    temperature: float | None = of_option("temperature")
+    top_k: TopK | None = None
+    top_p: float | None = of_option("top_p")
     stop_sequences: Words | None = None
     stream: Flag | None = False
     output_format: dict[str, Any] | None = None

@@ -64,7 +64,7 @@ async def favicon(request: Request) -> FileResponse:
 
 
 def _file(request: Request, name: str) -> FileResponse:
-    if not state_of(request).enable_web_page:
+    if state_of(request).options.disable_web_page:
         raise ApiError(404, "The web page is disabled by --disable-web-page.")
     path = _FILES.get(name)
     if path is None:

@@ -105,15 +105,6 @@ py::object GetPooled(const py::object& self) {
                             self);
 }
 
-// Defines a member of Request::sampling as a property of Request.
-template <class T>
-void DefSampling(py::class_<Request, std::shared_ptr<Request>>& target, const char* name,
-                 T SamplingParams::*member) {
-  target.def_property(
-      name, [member](const Request& self) { return self.sampling.*member; },
-      [member](Request& self, T value) { self.sampling.*member = std::move(value); });
-}
-
 }  // namespace
 
 CacheSalt ToCacheSalt(const py::bytes& bytes) {
@@ -151,17 +142,11 @@ void DefRequest(py::module_& m) {
           [](Request& self, const py::bytes& salt) { self.cache_salt = ToCacheSalt(salt); });
   DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
   DefEnum(request, "pooling", &Request::pooling, kPoolings);
-  DefSampling(request, "do_sample", &SamplingParams::do_sample);
-  DefSampling(request, "temperature", &SamplingParams::temperature);
-  DefSampling(request, "top_k", &SamplingParams::top_k);
-  DefSampling(request, "top_p", &SamplingParams::top_p);
-  DefSampling(request, "min_p", &SamplingParams::min_p);
-  DefSampling(request, "repetition_penalty", &SamplingParams::repetition_penalty);
-  DefSampling(request, "presence_penalty", &SamplingParams::presence_penalty);
-  DefSampling(request, "frequency_penalty", &SamplingParams::frequency_penalty);
-  DefSampling(request, "seed", &SamplingParams::seed);
-  DefSampling(request, "num_logprobs", &SamplingParams::num_logprobs);
-  DefSampling(request, "logit_bias", &SamplingParams::logit_bias);
+  SamplingParams::ForEachMember([&request]<class T>(const char* name, T SamplingParams::*member) {
+    request.def_property(
+        name, [member](const Request& self) { return self.sampling.*member; },
+        [member](Request& self, T value) { self.sampling.*member = std::move(value); });
+  });
 
   py::class_<TokenLogprobs>(m, "TokenLogprobs")
       .def_readonly("chosen", &TokenLogprobs::chosen)

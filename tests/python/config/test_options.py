@@ -16,7 +16,7 @@ from lmdeploy import (
     _turbomind,
 )
 from lmdeploy.config.kv_format_options import parse_quant_policy
-from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
+from lmdeploy.config.option import unsupported_defaults
 from lmdeploy.engine.devices import step_sizes
 from lmdeploy.response import join_pieces
 
@@ -91,9 +91,9 @@ def test_engine_config_value_out_of_range_is_rejected(field, value):
         TurbomindEngineConfig(**{field: value})
 
 
-@pytest.mark.parametrize("field", unsupported_fields(ENGINE))
+@pytest.mark.parametrize("field", unsupported_defaults(TurbomindEngineConfig))
 def test_engine_config_unsupported_field_accepts_only_its_default(field):
-    default = unsupported_fields(ENGINE)[field]
+    default = unsupported_defaults(TurbomindEngineConfig)[field]
     TurbomindEngineConfig(**{field: default})
     for other in (2, "other"):
         with pytest.raises(ValueError, match=rf"^{field} is .* not supported"):
@@ -108,9 +108,9 @@ def test_engine_config_language_model_only_is_accepted():
         TurbomindEngineConfig(language_model_only="yes")
 
 
-@pytest.mark.parametrize("field", unsupported_fields(GENERATION))
+@pytest.mark.parametrize("field", unsupported_defaults(GenerationConfig))
 def test_generation_config_unsupported_field_accepts_only_its_default(field):
-    GenerationConfig(**{field: unsupported_fields(GENERATION)[field]})
+    GenerationConfig(**{field: unsupported_defaults(GenerationConfig)[field]})
     with pytest.raises(ValueError, match=rf"^{field} is .* not supported"):
         GenerationConfig(**{field: "other"})
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lmdeploy.cli.main import main, make_parser
-from lmdeploy.replicas.deploy import ReplicaOptions
+from lmdeploy.replicas.options import ReplicaOptions
 
 
 def test_wrong_options_are_named():
