@@ -20,7 +20,9 @@ from lmdeploy.version import __version__
 
 logger = logging.getLogger("lmdeploy")
 
-_MAX_ONGOING = 1024  # requests of one replica; its scheduler queues those that do not fit
+# Calls of one replica. Its engine queues requests: if Ray Serve did, the call that reads outputs
+# would wait behind them.
+_MAX_ONGOING = 1 << 16
 _JOIN_SECONDS = 10  # that replicas of an earlier command have to describe themselves
 _MIN_RAY = (2, 58)  # the first version whose port of a replica asks for the token
 

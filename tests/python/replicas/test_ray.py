@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -191,12 +192,14 @@ def test_turns_of_a_conversation_meet_the_replica_that_has_its_beginning(server)
     assert all(tokens >= 256 for tokens in cached[16:])
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_a_stream_survives_the_death_of_both_replicas(server, texts, name):
+def test_streams_survive_the_death_of_both_replicas(server, texts):
     before = server.replicas()
     assert len(before) == 2
-    found = server.stream(BODIES[name], after=lambda: send_to_all(before, signal.SIGKILL))
-    assert found == texts[name]
+    all_begun = threading.Barrier(2, lambda: send_to_all(before, signal.SIGKILL), timeout=60)
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda name: server.stream(BODIES[name], after=all_begun.wait), BODIES)
+    assert dict(zip(BODIES, found, strict=True)) == texts
+    assert "A request continues on another replica" in server.log.read_text()
     wait_for_two(server, before)
 
 
