@@ -31,6 +31,8 @@ logger = logging.getLogger("lmdeploy")
 
 _PAUSE_SECONDS = 0.1  # before a request is sent again
 _MAX_LOST = 1024  # lost output streams that are remembered
+_MAX_DOUBLINGS = 4  # of the time to wait for a replica that may only be busy
+_GRACE_SECONDS = 0.1  # in which a loop that was late can take what has arrived
 
 Item = TypeVar("Item", covariant=True)
 
@@ -188,11 +190,13 @@ class ReplicatedCore:
     async def _complete(self, request_id: int, progress: Progress) -> Output:
         """Run a request on one replica after another. Return the last output."""
         deadline = time.monotonic() + self._resume_timeout
+        failures = 0  # since the last output
         while True:
             try:
-                async with aclosing(self._attempt(request_id, progress.rest())) as outputs:
+                attempt = self._attempt(request_id, progress.rest(), failures=failures)
+                async with aclosing(attempt) as outputs:
                     async for output in outputs:
-                        deadline = time.monotonic() + self._resume_timeout
+                        deadline, failures = time.monotonic() + self._resume_timeout, 0
                         output.request_id = request_id
                         output = progress.take(output)
                         self._generated_tokens += len(output.tokens)
@@ -204,19 +208,24 @@ class ReplicatedCore:
                     raise
                 logger.warning("A request continues on another replica: %s", _describe(error))
                 self.num_resumed += 1
+                failures += 1
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _attempt(
-        self, request_id: int, fields: dict[str, Any]
+        self, request_id: int, fields: dict[str, Any], *, failures: int
     ) -> AsyncGenerator[Output, None]:
-        """Yield the outputs that a replica generates. Raise an exception if it is lost."""
+        """Yield the outputs that a replica generates. Raise an exception if it is lost.
+
+        After failures it waits longer, so that many requests do not keep busy replicas busy.
+        """
         attempt = next(self._attempts)
         received = self._received[attempt] = asyncio.Queue()
         call = self._generate(Submission(self._name, request_id, attempt, fields))
         reader = None
         try:
             items = aiter(call)  # as long as this lives, the call does
-            reader = self._reader_of(await self._next(items))
+            timeout = self._heartbeat_timeout * 2 ** min(failures, _MAX_DOUBLINGS)
+            reader = self._reader_of(await _next(items, timeout))
             reader.attempts.add(attempt)
             while True:
                 item = await received.get()
@@ -259,9 +268,12 @@ class ReplicatedCore:
         """Hand on the outputs that one call reads. The replica ends it after a while."""
         call = self._read(address)
         items = aiter(call)
+        timeout = 2 * self._heartbeat_timeout  # of the first item, before which calls may queue
         try:
             while True:
-                for output in await self._next(items):
+                outputs = await _next(items, timeout)
+                timeout = self._heartbeat_timeout
+                for output in outputs:
                     if output.request_id in self._received:  # else its attempt has ended
                         self._received[output.request_id].put_nowait(output)
         except StopAsyncIteration:
@@ -270,18 +282,21 @@ class ReplicatedCore:
             with suppress(Exception):
                 call.cancel()
 
-    async def _next(self, items: AsyncIterator[Item]) -> Item:
-        """Return the next item. Raise StopAsyncIteration, or ReplicaLost without a heartbeat."""
-        task = asyncio.ensure_future(anext(items))
-        try:
-            await asyncio.wait([task], timeout=self._heartbeat_timeout)
+
+async def _next(items: AsyncIterator[Item], timeout: float) -> Item:
+    """Return the next item. Raise StopAsyncIteration, or ReplicaLost after `timeout` seconds."""
+    task = asyncio.ensure_future(anext(items))
+    try:
+        for seconds in (timeout, _GRACE_SECONDS):
             if not task.done():
-                raise ReplicaLost("The replica sends no heartbeat.")
-            if task.cancelled():  # by Ray: this must not look as if the request was cancelled
-                raise ReplicaLost("The call was cancelled.")
-            return task.result()
-        finally:
-            task.cancel()
+                await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            raise ReplicaLost("The replica sends no heartbeat.")
+        if task.cancelled():  # by Ray: this must not look as if the request was cancelled
+            raise ReplicaLost("The call was cancelled.")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _describe(error: BaseException) -> str:

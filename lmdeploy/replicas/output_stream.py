@@ -13,8 +13,8 @@ HEARTBEAT_SECONDS = 0.5
 _COALESCE_SECONDS = 0.005  # outputs within this time travel in one message
 # Ray does not end the calls of a client that was killed. A call that reads ends after this time
 # by itself, and a client that lives calls again.
-_READ_SECONDS = 1.0
-_TIMEOUT_SECONDS = 2.5  # without a reader, after which the client counts as lost
+_READ_SECONDS = 2.0
+_TIMEOUT_SECONDS = 5.0  # without a reader, after which the client counts as lost
 
 
 class OutputStream:
