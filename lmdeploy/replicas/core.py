@@ -31,7 +31,7 @@ logger = logging.getLogger("lmdeploy")
 
 _PAUSE_SECONDS = 0.1  # before a request is sent again
 _MAX_LOST = 1024  # lost output streams that are remembered
-_MAX_DOUBLINGS = 4  # of the time to wait for a replica that may only be busy
+_MAX_DOUBLINGS = 2  # of the time to wait for a replica that may only be busy
 _GRACE_SECONDS = 0.1  # in which a loop that was late can take what has arrived
 
 Item = TypeVar("Item", covariant=True)
@@ -286,6 +286,7 @@ class ReplicatedCore:
 async def _next(items: AsyncIterator[Item], timeout: float) -> Item:
     """Return the next item. Raise StopAsyncIteration, or ReplicaLost after `timeout` seconds."""
     task = asyncio.ensure_future(anext(items))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else it is logged
     try:
         for seconds in (timeout, _GRACE_SECONDS):
             if not task.done():

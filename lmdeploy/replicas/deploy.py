@@ -23,7 +23,7 @@ logger = logging.getLogger("lmdeploy")
 # Calls of one replica. Its engine queues requests: if Ray Serve did, the call that reads outputs
 # would wait behind them.
 _MAX_ONGOING = 1 << 16
-_JOIN_SECONDS = 10  # that replicas of an earlier command have to describe themselves
+_JOIN_SECONDS = 30  # that replicas of an earlier command have to describe themselves
 _MIN_RAY = (2, 58)  # the first version whose port of a replica asks for the token
 
 

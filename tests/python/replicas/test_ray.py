@@ -242,9 +242,11 @@ def test_commands_share_the_replicas_of_a_cluster(folder, server, texts, cluster
     first = serve("first")
     replicas = first.replicas()
     assert len(replicas) == 2 and not replicas & server.replicas()
-    body = {**BODIES["seeded"], "n": 120, "max_tokens": 2000, "logprobs": 5}  # 300 s of a core
-    with pytest.raises(httpx.RemoteProtocolError):
-        first.stream(body, after=first.process.kill)
+    body = {**BODIES["seeded"], "n": 120, "max_tokens": 2000, "logprobs": 5}  # 19 s of a core
+    all_begun = threading.Barrier(3, first.process.kill, timeout=60)
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(first.stream, body, after=all_begun.wait) for _ in range(3)]
+    assert all(isinstance(call.exception(), httpx.TransportError) for call in calls)
     deadline = time.monotonic() + 12
     used, past = cpu_seconds(replicas), 0.0
     while used - past > 0.25:  # in a second
