@@ -51,6 +51,10 @@ class ReplicaLost(Exception):
     """A replica has died, failed, or sends no heartbeat."""
 
 
+class ReplicaSilent(ReplicaLost):
+    """A replica has not answered a call. It hangs or is busy."""
+
+
 @dataclass
 class _Reader:
     """The task that reads an output stream, and the attempts that wait for outputs."""
@@ -190,13 +194,13 @@ class ReplicatedCore:
     async def _complete(self, request_id: int, progress: Progress) -> Output:
         """Run a request on one replica after another. Return the last output."""
         deadline = time.monotonic() + self._resume_timeout
-        failures = 0  # since the last output
+        silences = 0  # since the last output
         while True:
             try:
-                attempt = self._attempt(request_id, progress.rest(), failures=failures)
+                attempt = self._attempt(request_id, progress.rest(), silences=silences)
                 async with aclosing(attempt) as outputs:
                     async for output in outputs:
-                        deadline, failures = time.monotonic() + self._resume_timeout, 0
+                        deadline, silences = time.monotonic() + self._resume_timeout, 0
                         output.request_id = request_id
                         output = progress.take(output)
                         self._generated_tokens += len(output.tokens)
@@ -208,15 +212,15 @@ class ReplicatedCore:
                     raise
                 logger.warning("A request continues on another replica: %s", _describe(error))
                 self.num_resumed += 1
-                failures += 1
+                silences += isinstance(error, ReplicaSilent)
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _attempt(
-        self, request_id: int, fields: dict[str, Any], *, failures: int
+        self, request_id: int, fields: dict[str, Any], *, silences: int
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs that a replica generates. Raise an exception if it is lost.
 
-        After failures it waits longer, so that many requests do not keep busy replicas busy.
+        After silences it waits longer, so that many requests do not keep busy replicas busy.
         """
         attempt = next(self._attempts)
         received = self._received[attempt] = asyncio.Queue()
@@ -224,7 +228,7 @@ class ReplicatedCore:
         reader = None
         try:
             items = aiter(call)  # as long as this lives, the call does
-            timeout = self._heartbeat_timeout * 2 ** min(failures, _MAX_DOUBLINGS)
+            timeout = self._heartbeat_timeout * 2 ** min(silences, _MAX_DOUBLINGS)
             reader = self._reader_of(await _next(items, timeout))
             reader.attempts.add(attempt)
             while True:
@@ -292,7 +296,7 @@ async def _next(items: AsyncIterator[Item], timeout: float) -> Item:
             if not task.done():
                 await asyncio.wait([task], timeout=seconds)
         if not task.done():
-            raise ReplicaLost("The replica sends no heartbeat.")
+            raise ReplicaSilent("The replica sends no heartbeat.")
         if task.cancelled():  # by Ray: this must not look as if the request was cancelled
             raise ReplicaLost("The call was cancelled.")
         return task.result()
