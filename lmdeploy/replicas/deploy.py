@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import threading
-from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -15,21 +15,22 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import ReplicatedCore
 from lmdeploy.replicas.options import ReplicaOptions
 from lmdeploy.replicas.replica import EngineReplica
-from lmdeploy.replicas.transport import CALLER
 from lmdeploy.version import __version__
 
 logger = logging.getLogger("lmdeploy")
 
-_MAX_ONGOING = 1024  # requests of one replica; its scheduler queues those that do not fit
-_JOIN_SECONDS = 10  # that replicas of an earlier command have to describe themselves
+# Calls of one replica. Its engine queues requests: if Ray Serve did, the call that reads outputs
+# would wait behind them.
+_MAX_ONGOING = 1 << 16
+_JOIN_SECONDS = 30  # that replicas of an earlier command have to describe themselves
+_MIN_RAY = (2, 58)  # the first version whose port of a replica asks for the token
 
 
 class Replicas:
     """The replicas of one model. They form an application of Ray Serve.
 
     Commands that join one cluster and serve one model name share the replicas. If the options
-    differ, the later command updates them. It also becomes their owner, and only the owner stops
-    them.
+    differ, the later command updates them. The last command that ends stops them.
     """
 
     def __init__(
@@ -56,7 +57,6 @@ class Replicas:
         self._ray = _connect(options.address)
         self._options = options
         self._application = f"lmdeploy-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
-        self._job = self._ray.get_runtime_context().get_job_id()
         self._updating = threading.Lock()
         cpus = options.cpus_per_replica or (os.cpu_count() or 1) / options.num_replicas
         if config.num_threads is None:
@@ -65,21 +65,15 @@ class Replicas:
         release = blake2b(text.encode(), digest_size=8).hexdigest()
         deployment = _make_deployment(options, cpus=cpus)
         self._app = deployment.bind(model_path, config, log_level=log_level, release=release)
+        self._name = secrets.token_hex(8)  # of this command in the cluster
+        if options.address is not None:
+            self._register()
         self._handle, self._plan = self._find(release) or self._deploy()
-        self._own()
 
     def make_core(self) -> ReplicatedCore:
         """Return a core that sends its requests to the replicas."""
-
-        def caller(method: str) -> Callable[[dict[str, Any]], Any]:
-            remote = self._handle.options(method_name=method, stream=True).remote
-            return lambda fields: remote({**fields, CALLER: self._job})
-
-        return ReplicatedCore(
-            caller("generate"),
-            read=caller("read"),
-            plan=self._plan,
-        )
+        calls = self._handle.options(stream=True)
+        return ReplicatedCore(calls.generate.remote, read=calls.read.remote, plan=self._plan)
 
     def update(self) -> None:
         """Replace the replicas one after another, and wait until the new ones serve.
@@ -96,20 +90,20 @@ class Replicas:
                 logger.warning("All replicas are replaced.")
 
     def stop(self) -> None:
-        """Stop the replicas unless another command owns them, and leave the cluster."""
+        """Stop the replicas unless another command uses them, and leave the cluster."""
         from ray import serve
 
-        if self._owner() == self._job:
-            serve.delete(self._application)
         if self._options.address is None:
             serve.shutdown()
+        elif not self._other_commands():
+            serve.delete(self._application)
         self._ray.shutdown()
 
     def _find(self, release: str) -> tuple[Any, dict[str, Any]] | None:
         """Return the handle and the memory plan of replicas of this release if they run."""
         from ray import serve
 
-        if not self._owner():
+        if self._application not in serve.status().applications:
             return None
         try:
             handle: Any = serve.get_app_handle(self._application)
@@ -126,38 +120,52 @@ class Replicas:
         handle: Any = serve.run(self._app, name=self._application, route_prefix=None)
         return handle, handle.describe.remote().result()["plan"]
 
-    def _own(self) -> None:
-        from ray.experimental.internal_kv import _internal_kv_put
+    def _register(self) -> None:
+        """Show this command to others that join the cluster, until its process ends."""
+        actor = self._ray.remote(num_cpus=0, max_restarts=-1)(_Command)
+        self._command = actor.options(namespace=self._application, name=self._name).remote()
 
-        _internal_kv_put(self._application, self._job, overwrite=True)
+    def _other_commands(self) -> bool:
+        """Return whether another command uses the replicas."""
+        from ray.util import list_named_actors
 
-    def _owner(self) -> str:
-        """Return the Ray job of the command that owns the replicas, or ""."""
-        from ray.experimental.internal_kv import _internal_kv_get
+        actors = list_named_actors(all_namespaces=True)
+        names = {item["name"] for item in actors if item["namespace"] == self._application}
+        return bool(names - {self._name})
 
-        return (_internal_kv_get(self._application) or b"").decode()
+
+class _Command:
+    """A Ray actor that lives as long as the command that has started it."""
 
 
 def _connect(address: str | None) -> Any:
-    """Connect to a Ray cluster, or start one. Return Ray. Raise ValueError without Ray."""
+    """Connect to a Ray cluster, or start one. Return Ray. Raise ValueError without a new Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
         # Ray then listens on loopback only. On Linux it ignores a loopback node address.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     try:
         import ray
         from ray import serve
     except ImportError:
         raise ValueError(f"`lmdeploy serve ray` needs Ray. Run: {install_command('ray')}") from None
+    if tuple(map(int, ray.__version__.split(".")[:2])) < _MIN_RAY:
+        raise ValueError(
+            f"Ray {ray.__version__} asks for no token at the ports of replicas. "
+            f"Run: {install_command('ray')}"
+        )
     if address is None:  # without an address, Ray would join a cluster of this machine
         ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     else:
         ray.init(address=address, log_to_driver=False)
     serve.start(proxy_location="Disabled")
-    logger.warning(
-        "Ray Serve opens one port for each replica on all interfaces and asks for no key there. "
-        "Close them with a firewall."
-    )
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        logger.warning(
+            "This Ray cluster asks for no token, so who reaches its ports can run code. Start it "
+            "and this command with RAY_AUTH_MODE=token, or close the ports with a firewall."
+        )
     return ray
 
 

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from typing import Any
 
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.async_engine import AsyncEngine
-from lmdeploy.replicas.callers import Callers, dead_jobs
-from lmdeploy.replicas.mailbox import HEARTBEAT_SECONDS, Mailbox, Mailboxes
+from lmdeploy.replicas.output_stream import OutputStream
 from lmdeploy.replicas.transport import (
-    CALLER,
-    CORE,
-    GRAMMAR,
-    MAILBOX,
-    TICKET,
-    First,
-    Letter,
     Output,
+    StreamAddress,
+    Submission,
     copy_output,
     make_request,
 )
@@ -43,7 +36,6 @@ class EngineReplica:
         *,
         log_level: str,
         release: str = "",
-        find_dead_callers: Callable[[], set[str]] = dead_jobs,
         find_id: Callable[[], str] = serve_replica_id,
     ) -> None:
         """Load the engine.
@@ -52,15 +44,13 @@ class EngineReplica:
             model_path: as in `load_engine`.
             config: options of the engine.
             log_level: log level of this process.
-            release: what `describe` returns, to tell replicas with other options apart.
-            find_dead_callers: returns the callers that have ended.
-            find_id: returns the id by which the router knows this replica.
+            release: hash of the options. `describe` returns it.
+            find_id: returns the id by which the router finds this replica.
         """
         set_log_level(log_level)
         self._release = release
         self._id = find_id()
-        self._callers = Callers(find_dead_callers, period_seconds=HEARTBEAT_SECONDS)
-        self._mailboxes = Mailboxes()
+        self._streams: dict[str, OutputStream] = {}  # by client
         self._engine = AsyncEngine.load(model_path, config, progress=False)
         self._grammars = self._engine.new_grammars()
 
@@ -74,43 +64,49 @@ class EngineReplica:
         fields = {name: getattr(plan, name) for name in dir(plan) if not name.startswith("_")}
         return {"release": self._release, "plan": fields}
 
-    async def generate(self, fields: dict[str, Any]) -> AsyncIterator[First | None]:
-        """Yield None as a sign of life until the first output, then that, and end with the request.
+    async def generate(self, submission: Submission) -> AsyncIterator[StreamAddress]:
+        """Yield the address of the output stream, which gets all outputs. End with the request.
 
-        All other outputs go to the mailbox that the first one names. When the caller cancels or its
-        process ends, the request is cancelled. Raise ValueError if the request is wrong.
+        Serve counts this call as the load of the replica as long as the request runs. When the
+        client cancels the call or its stream closes, the request is cancelled.
         """
-        if fields[GRAMMAR] is None:
-            request = make_request(fields, grammars=self._grammars)
-        else:
-            request = await asyncio.to_thread(make_request, fields, grammars=self._grammars)
-        mailbox = self._mailboxes.enter(fields[CORE])
-        sink = _Sink(mailbox, fields[TICKET])
+        stream = self._open_stream(submission.client)
+        sink = _Sink(stream, submission.attempt)
+        yield StreamAddress(self._id, stream.name)
+        request_id = 0  # that no request has
         try:
+            request = await asyncio.to_thread(
+                make_request, submission.fields, grammars=self._grammars
+            )
             await self._engine.relay(request, sink)
-            caller = fields.get(CALLER, "")
-            while (output := await sink.first()) is None:
-                if not self._callers.has(caller):
-                    return
-                yield None
-            yield First(output, self._id, mailbox.name)
-            while self._callers.has(caller) and not await sink.wait_end():
-                pass
+            request_id = request.id
+            await asyncio.wait([sink.ended, stream.closed], return_when=asyncio.FIRST_COMPLETED)
+        except Exception as error:
+            sink.fail(error)
         finally:
-            self._engine.forget(request.id)
-            sink.close()
-            self._mailboxes.leave(mailbox)
+            self._engine.forget(request_id)
+            sink.fail(RuntimeError("The request was cancelled."))
 
-    async def read(self, fields: dict[str, Any]) -> AsyncIterator[list[Letter]]:
-        """Yield the outputs in a mailbox while the caller runs, as `Mailboxes.read` does."""
-        letters = self._mailboxes.read(fields[MAILBOX])
+    async def read(self, address: StreamAddress) -> AsyncIterator[list[Output]]:
+        """Yield the outputs of a stream as `OutputStream.read` does."""
+        streams = [item for item in self._streams.values() if item.name == address.stream]
+        if not streams:
+            raise LookupError(f"The output stream {address.stream} is not open.")
+        outputs = streams[0].read()
         try:
-            async for group in letters:
-                if not self._callers.has(fields.get(CALLER, "")):
-                    return
-                yield group
+            async for batch in outputs:
+                yield batch
         finally:
-            await letters.aclose()  # type: ignore[attr-defined]
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    def _open_stream(self, client: str) -> OutputStream:
+        """Return the open stream of a client. The client has time to read it."""
+        for name in [name for name, item in self._streams.items() if item.closed.done()]:
+            del self._streams[name]
+        if client not in self._streams:
+            self._streams[client] = OutputStream()
+        self._streams[client].renew()
+        return self._streams[client]
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)
@@ -119,48 +115,32 @@ class EngineReplica:
 
 
 class _Sink:
-    """Receives the outputs of one request. All but the first go to the mailbox."""
+    """Puts the outputs of one request into a stream. Its last one has a finish reason."""
 
-    def __init__(self, mailbox: Mailbox, ticket: int) -> None:
-        self.request_id = 0
-        self._mailbox = mailbox
-        self._ticket = ticket
+    def __init__(self, stream: OutputStream, attempt: int) -> None:
+        self._stream = stream
+        self._attempt = attempt
         self._loop = asyncio.get_running_loop()
-        self._first: asyncio.Future[Output] = self._loop.create_future()
-        self._has_ended = asyncio.Event()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def deliver(self, output: Any) -> None:
         """Take an output, or the exception that ends the request. Another thread calls this."""
-        self._loop.call_soon_threadsafe(self._take, output)
-
-    async def first(self) -> Output | None:
-        """Return the first output, or None after HEARTBEAT_SECONDS."""
-        await asyncio.wait([self._first], timeout=HEARTBEAT_SECONDS)
-        return self._first.result() if self._first.done() else None
-
-    async def wait_end(self) -> bool:
-        """Wait up to HEARTBEAT_SECONDS for the last output. Return whether it has come."""
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._has_ended.wait(), HEARTBEAT_SECONDS)
-        return self._has_ended.is_set()
-
-    def close(self) -> None:
-        """Tell a reader of the mailbox that no output follows."""
-        if not self._has_ended.is_set():
-            self._put(Output(self._ticket, finish_reason="cancelled"))
-
-    def _take(self, output: Any) -> None:
-        if isinstance(output, BaseException):
-            self._put(Output(self._ticket, finish_reason="error", error=str(output)))
+        if isinstance(output, Exception):
+            self._loop.call_soon_threadsafe(self.fail, output)
         else:
-            self._put(copy_output(output))
+            copy = copy_output(output, request_id=self._attempt)
+            self._loop.call_soon_threadsafe(self._put, copy)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error unless it has ended."""
+        is_fault = isinstance(error, ValueError)
+        output = Output(self._attempt, error=str(error), is_request_fault=is_fault)
+        output.finish_reason = "error"
+        self._put(output)
 
     def _put(self, output: Output) -> None:
-        if self._has_ended.is_set():
+        if self.ended.done():
             return
         if output.finish_reason != "none":
-            self._has_ended.set()
-        if self._first.done():
-            self._mailbox.put(self._ticket, output)
-        else:
-            self._first.set_result(output)
+            self.ended.set_result(None)
+        self._stream.put(output)

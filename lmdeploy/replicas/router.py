@@ -14,7 +14,7 @@ from ray.serve.request_router import (
 )
 
 from lmdeploy.replicas.prefix_table import PrefixTable, prefix_keys
-from lmdeploy.replicas.transport import REPLICA, REQUEST_ID
+from lmdeploy.replicas.transport import StreamAddress, Submission
 
 _MAX_TRIED = 1 << 14  # requests whose replicas are remembered
 _AVOID_SECONDS = 5.0  # Ray needs about 10 s to replace a replica that hangs
@@ -42,24 +42,24 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         found = self.select_available_replicas(candidate_replicas)
         if not found:
             return []
-        fields = _fields_of(pending_request)
-        if fields is None:
-            return [found]
-        if REPLICA in fields:  # others than this one refuse the call
-            owner = [r for r in found if r.replica_id.unique_id == fields[REPLICA]]
+        call = pending_request.args[0] if pending_request and pending_request.args else None
+        if isinstance(call, StreamAddress):  # other replicas refuse the call
+            owner = [r for r in found if r.replica_id.unique_id == call.replica]
             return [owner or found]
+        if not isinstance(call, Submission):
+            return [found]
         now = time.monotonic()
-        tried = self._tried.get(fields[REQUEST_ID], [])
+        tried = self._tried.get(call.request_id, [])
         if tried:
             self._left_at[tried[-1]] = now
         fresh = [r for r in found if r.replica_id not in tried] or found
         limit = now - _AVOID_SECONDS
         usable = [r for r in fresh if self._left_at.get(r.replica_id, limit) <= limit] or fresh
         loads = {r.replica_id: self._running[r.replica_id] for r in usable}
-        keys = prefix_keys(fields["prompt"], fields["cache_salt"])
+        keys = prefix_keys(call.fields["prompt"], call.fields["cache_salt"])
         best = self._table.choose(keys, loads)
         self._table.record(keys, best)
-        self._remember(fields[REQUEST_ID], best)
+        self._remember(call.request_id, best)
         return [
             [r for r in usable if r.replica_id == best],
             [r for r in found if r.replica_id != best],
@@ -87,10 +87,3 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._tried.setdefault(request_id, []).append(replica_id)
         while len(self._tried) > _MAX_TRIED:
             self._tried.popitem(last=False)
-
-
-def _fields_of(request: PendingRequest | None) -> dict[str, Any] | None:
-    """Return the fields of `EngineReplica.generate` or `read`, or None for other calls."""
-    if request is None or not request.args or not isinstance(request.args[0], dict):
-        return None
-    return request.args[0]

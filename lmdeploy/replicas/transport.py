@@ -1,4 +1,4 @@
-"""Requests and outputs of the C++ engine as plain values, which can go to another process."""
+"""Requests and outputs of the C++ engine as plain values, which travel between processes."""
 
 from __future__ import annotations
 
@@ -13,41 +13,33 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.chat.grammar import Grammars
 
-# All fields of a C++ request except its id, which belongs to one engine, and its callback.
-REQUEST_FIELDS = (
-    "prompt",
-    "priority",
-    "num_resumed",
-    "max_new_tokens",
-    "min_new_tokens",
-    "ignore_eos",
-    "eos_ids",
-    "stop_sequences",
-    "bad_sequences",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "num_logprobs",
-    "logit_bias",
-    "num_prompt_logprobs",
-    "logits_output",
-    "pooling",
-    "long_rope",
-    "cache_salt",
-)
-REQUEST_ID = "request_id"  # in the core that sends it, for the router
-CALLER = "caller"  # the Ray job of the process that receives the outputs
-CORE = "core"  # the name of the core that sends it
-TICKET = "ticket"  # a number that the core uses once; it marks the outputs in the mailbox
-MAILBOX = "mailbox"  # of a call that reads a mailbox: its name
-REPLICA = "replica"  # of a call that reads a mailbox: the id of the replica that has it
-GRAMMAR = "grammar"  # instead of token_mask: the text from which an engine compiles it
+# `id` belongs to one engine, and a mask cannot travel: the fields have its grammar instead.
+_NOT_SENT = {"id", "token_mask"}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One attempt to run a request on a replica.
+
+    Args:
+        client: name of the ReplicatedCore that receives the outputs.
+        request_id: id of the request in the client, the same in all attempts.
+        attempt: number that the client uses once. It becomes the request id of the outputs.
+        fields: as `request_fields` returns them.
+    """
+
+    client: str
+    request_id: int
+    attempt: int
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StreamAddress:
+    """The output stream of one client on one replica."""
+
+    replica: str
+    stream: str
 
 
 @dataclass(frozen=True)
@@ -75,24 +67,12 @@ class Output:
     is_request_fault: bool = False
 
 
-Letter = tuple[int, Output]  # a ticket and an output of its request
-
-
-@dataclass(frozen=True)
-class First:
-    """The first output of a request, and the mailbox that receives the others."""
-
-    output: Output
-    replica: str
-    mailbox: str
-
-
 def request_fields(request: _turbomind.Request) -> dict[str, Any]:
     """Return the fields of a request as plain values."""
-    fields = {name: getattr(request, name) for name in REQUEST_FIELDS}
+    names = [name for name in dir(request) if not name.startswith("_") and name not in _NOT_SENT]
     mask: Any = request.token_mask
-    fields[GRAMMAR] = None if mask is None else mask.grammar
-    return fields
+    fields = {name: getattr(request, name) for name in names}
+    return {**fields, "grammar": None if mask is None else mask.grammar}
 
 
 def make_request(fields: dict[str, Any], *, grammars: Grammars) -> _turbomind.Request:
@@ -100,28 +80,19 @@ def make_request(fields: dict[str, Any], *, grammars: Grammars) -> _turbomind.Re
     from lmdeploy import _turbomind
 
     request = _turbomind.Request()
-    for name in REQUEST_FIELDS:
+    for name in fields.keys() - {"grammar"}:
         setattr(request, name, fields[name])
-    if fields[GRAMMAR] is not None:
-        request.token_mask = grammars.token_mask(fields[GRAMMAR])
+    if fields["grammar"] is not None:
+        request.token_mask = grammars.token_mask(fields["grammar"])
     return request
 
 
-def copy_output(output: Any) -> Output:
-    """Return a copy of an output of the C++ engine."""
-    return Output(
-        request_id=output.request_id,
-        tokens=output.tokens,
-        logprobs=_copy_logprobs(output.logprobs),
-        prompt_logprobs=_copy_logprobs(output.prompt_logprobs),
-        logits=output.logits,
-        pooled=output.pooled,
-        finish_reason=output.finish_reason,
-        stop_tokens=output.stop_tokens,
-        cached_tokens=output.cached_tokens,
-        error=output.error,
-        is_request_fault=output.is_request_fault,
-    )
+def copy_output(output: Any, *, request_id: int) -> Output:
+    """Return a copy of an output of the C++ engine with another request id."""
+    values = {name: getattr(output, name) for name in Output.__dataclass_fields__}
+    for name in ("logprobs", "prompt_logprobs"):
+        values[name] = _copy_logprobs(values[name])
+    return Output(**{**values, "request_id": request_id})
 
 
 def _copy_logprobs(items: Sequence[Any]) -> list[Logprobs]:

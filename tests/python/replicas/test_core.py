@@ -11,10 +11,10 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy import GenerationConfig, TurbomindEngineConfig
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.load import Core, TextOptions, load_engine_with
-from lmdeploy.replicas.callers import Callers
-from lmdeploy.replicas.core import Patience, ReplicatedCore
+from lmdeploy.replicas import output_stream
+from lmdeploy.replicas.core import ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
-from lmdeploy.replicas.transport import CALLER, CORE, MAILBOX, TICKET, First, request_fields
+from lmdeploy.replicas.transport import Output, StreamAddress, Submission, request_fields
 from lmdeploy.response import join_pieces
 
 PROMPT = list(range(3, 40))
@@ -58,77 +58,84 @@ def replica(folder):
 
 
 class Call:
-    """A call of a replica. Cancelling it closes the generator on the replica."""
+    """A call of a replica, which runs on its own, as in Ray.
 
-    def __init__(self, items, *, limit=None, failure=None):
-        self._items = items
-        self._limit = limit
-        self._failure = failure
+    `cut` changes each item, and returns True after the last one that arrives.
+    """
+
+    def __init__(self, items, *, failure=None, cut=lambda item: (item, False)):
+        self._sent = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(items, cut, failure))
         self.is_cancelled = False
 
-    async def __aiter__(self):
+    async def _run(self, items, cut, failure):
+        last = StopAsyncIteration()
         try:
-            async for item in self._items:
-                yield item if self._limit is None else self._limit.cut(item)
-                if self._limit is not None and self._limit.is_reached:
-                    if self._failure is None:
-                        await asyncio.sleep(60)
-                    raise self._failure
+            async for item in items:
+                item, is_last = cut(item)
+                self._sent.put_nowait(item)
+                if is_last and failure is None:
+                    await asyncio.sleep(60)
+                if is_last:
+                    raise failure
+        except BaseException as error:
+            last = error
         finally:
-            await self._items.aclose()
+            await items.aclose()
+            self._sent.put_nowait(last)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        item = await self._sent.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def cancel(self):
         self.is_cancelled = True
-
-
-class Limit:
-    """Counts the tokens of a request up to the last one that its replica sends."""
-
-    def __init__(self, num_tokens):
-        self._num_left = num_tokens
-
-    @property
-    def is_reached(self):
-        return self._num_left <= 0
-
-    def cut(self, item):
-        """Return an item without the outputs beyond the limit."""
-        if item is None or isinstance(item, First):
-            self._num_left -= len(item.output.tokens) if item else 0
-            return item
-        kept = []
-        for ticket, output in item:
-            if not self.is_reached:
-                kept.append((ticket, output))
-            self._num_left -= len(output.tokens)
-        return kept
+        self._task.cancel()
 
 
 class Fleet:
-    """Replicas that break after the given numbers of tokens. The last one is sound.
+    """Replicas that break after they have sent these numbers of tokens. The last one is sound.
 
-    With 0 tokens, a replica breaks at its first sign of life.
+    With 0 tokens, a replica breaks before it sends the address of its output stream.
     """
 
     def __init__(self, replica, limits, *, failure=DEAD):
         self._replica = replica
         self._limits = list(limits)
-        self._limit = None
         self._failure = failure
-        self.requests = []  # the fields that each replica received
+        self.submissions = []
         self.calls = []
 
-    def generate(self, fields):
-        self._limit = Limit(self._limits.pop(0)) if self._limits else None
-        self.requests.append(fields)
-        items = self._replica.generate(fields)
-        return self._call(_broken() if self._limit and self._limit.is_reached else items)
+    def generate(self, submission):
+        self.submissions.append(submission)
+        if self._limits and self._limits[0] == 0:
+            self._limits.pop(0)
+            return self._call(script(self._failure))
+        return self._call(self._replica.generate(submission))
 
-    def read(self, fields):
-        return self._call(self._replica.read(fields))
+    def read(self, address):
+        return self._call(self._replica.read(address), cut=self._cut)
 
-    def _call(self, items):
-        self.calls.append(Call(items, limit=self._limit, failure=self._failure))
+    def _cut(self, batch):
+        """Return a batch without the outputs after the limit, and whether it is reached."""
+        if not self._limits:
+            return batch, False
+        kept = []
+        while batch and self._limits[0] > 0:
+            kept.append(batch.pop(0))
+            self._limits[0] -= len(kept[-1].tokens)
+        is_last = self._limits[0] <= 0
+        if is_last:
+            self._limits.pop(0)
+        return kept, is_last
+
+    def _call(self, items, **options):
+        self.calls.append(Call(items, failure=self._failure, **options))
         return self.calls[-1]
 
     def core(self, **options):
@@ -136,13 +143,39 @@ class Fleet:
         return ReplicatedCore(self.generate, read=self.read, plan=plan, **options)
 
 
-async def _broken():
-    yield None
+async def script(*items):
+    """Yield items. An exception is raised, and a number is a pause in seconds."""
+    for item in items:
+        if isinstance(item, BaseException):
+            raise item
+        if isinstance(item, float):
+            await asyncio.sleep(item)
+        else:
+            yield item
 
 
-def ask(folder, fleet, options, *, patience=None):
+def new_request(replica, request_id, **fields):
+    request = replica._engine.loaded.new_request()
+    values = {"id": request_id, "prompt": PROMPT, "max_new_tokens": 100, "ignore_eos": True}
+    for name, value in (values | fields).items():
+        setattr(request, name, value)
+    return request
+
+
+def wait_for_ends(core, count):
+    """Return the outputs of a core until this many requests have ended."""
+    outputs, num_ended = [], 0
+    deadline = time.monotonic() + 30
+    while num_ended < count:
+        assert time.monotonic() < deadline
+        outputs += (found := core.wait_outputs(100))
+        num_ended += sum(output.finish_reason != "none" for output in found)
+    return outputs
+
+
+def ask(folder, fleet, options, **core_options):
     """Return the response of an engine whose core is the fleet."""
-    core = fleet.core(patience=patience)
+    core = fleet.core(**core_options)
     engine = AsyncEngine(
         load_engine_with(
             folder,
@@ -168,7 +201,7 @@ def test_a_response_equals_the_unbroken_one(folder, replica, name):
     assert whole.generate_token_len > 5
     fleet = Fleet(replica, [0, 3, 1, 2])
     broken = ask(folder, fleet, options)
-    resumed = [fields["num_resumed"] for fields in fleet.requests]
+    resumed = [item.fields["num_resumed"] for item in fleet.submissions]
     assert resumed == sorted(resumed) and resumed[0] == 0 and resumed[-1] >= 6
     assert broken.token_ids == whole.token_ids and broken.text == whole.text
     assert broken.finish_reason == whole.finish_reason
@@ -184,7 +217,7 @@ def test_a_silent_replica_is_given_up(folder, replica):
     whole = ask(folder, Fleet(replica, []), options)
     fleet = Fleet(replica, [4], failure=None)
     start = time.monotonic()
-    response = ask(folder, fleet, options, patience=Patience(silent_seconds=1))
+    response = ask(folder, fleet, options, heartbeat_timeout=1)
     assert 1 < time.monotonic() - start < 15
     assert response.token_ids == whole.token_ids
     assert all(call.is_cancelled for call in fleet.calls[:2])  # in case it was only slow
@@ -192,80 +225,133 @@ def test_a_silent_replica_is_given_up(folder, replica):
 
 def test_a_request_that_no_replica_continues_fails(folder, replica):
     fleet = Fleet(replica, [0] * 1000)
-    response = ask(folder, fleet, OPTIONS["greedy"], patience=Patience(lost_seconds=0.3))
+    response = ask(folder, fleet, OPTIONS["greedy"], resume_timeout=0.3)
     assert response.finish_reason == "error" and response.error_code == "engine_error"
     assert "No replica answered: dead" in response.error_message
-    assert 1 < len(fleet.requests) < 20
+    assert 1 < len(fleet.submissions) < 20
 
 
 def test_logits_of_all_positions_are_not_sent_twice(folder, replica):
     options = GenerationConfig(max_new_tokens=8, ignore_eos=True, output_logits="all")
     fleet = Fleet(replica, [3])
     assert ask(folder, fleet, options).finish_reason == "error"
-    assert len(fleet.requests) == 1
+    assert len(fleet.submissions) == 1
+
+
+def test_requests_on_one_replica_share_a_stream_and_survive_its_loss(replica):
+    def tokens_of(fleet):
+        core = fleet.core()
+        for i in range(3):
+            core.submit(new_request(replica, i, prompt=PROMPT[i:]))
+        outputs = wait_for_ends(core, 3)
+        core.close()
+        return [[t for out in outputs if out.request_id == i for t in out.tokens] for i in range(3)]
+
+    whole = Fleet(replica, [])
+    fleet = Fleet(replica, [60, 90])
+    assert tokens_of(fleet) == tokens_of(whole)
+    assert len(fleet.submissions) > 5 and len(whole.submissions) == 3
+    assert all(fields["num_resumed"] for fields in [item.fields for item in fleet.submissions[6:]])
 
 
 def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
     fleet = Fleet(replica, [4], failure=None)
     core = fleet.core()
-    request = replica._engine.loaded.new_request()
-    request.id, request.prompt, request.max_new_tokens = 5, PROMPT, 100
-    request.ignore_eos = True
-    core.submit(request)
+    core.submit(new_request(replica, 5))
     while not core.wait_outputs(100):
         pass
     core.cancel(5)
     core.cancel(6)
-    outputs = []
-    while not outputs or outputs[-1].finish_reason == "none":
-        outputs += core.wait_outputs(1000)
-    assert outputs[-1].finish_reason == "cancelled" and fleet.calls[0].is_cancelled
+    assert wait_for_ends(core, 1)[-1].finish_reason == "cancelled" and fleet.calls[0].is_cancelled
     assert core.stats().num_running == 0
     core.close()
     core.close()
 
 
-def test_a_wrong_request_is_not_tried_again(replica):
-    core = Fleet(replica, []).core()
-    request = replica._engine.loaded.new_request()
-    request.prompt, request.max_new_tokens = [], 4
-    core.submit(request)
-    (output,) = core.wait_outputs(5000)
-    assert output.finish_reason == "error" and output.is_request_fault
-    assert "no tokens" in output.error
+@pytest.mark.parametrize("fields", [{"prompt": []}, {"grammar": "no grammar"}])
+def test_a_wrong_request_is_not_tried_again(replica, monkeypatch, fields):
+    monkeypatch.setattr(
+        "lmdeploy.replicas.core.request_fields", lambda request: request_fields(request) | fields
+    )
+    fleet = Fleet(replica, [])
+    core = fleet.core()
+    core.submit(new_request(replica, 1))
+    (output,) = wait_for_ends(core, 1)
+    assert output.finish_reason == "error" and output.is_request_fault and output.error
+    assert len(fleet.submissions) == 1
     core.close()
 
 
-@pytest.mark.parametrize("failure", [None, ConnectionError("no head node")])
-def test_requests_of_a_caller_that_has_ended_are_dropped(replica, monkeypatch, failure):
-    def find_dead():
-        if failure is not None:
-            raise failure
-        return {"01"}
+def test_requests_of_a_client_that_does_not_read_are_dropped(replica, monkeypatch):
+    class Endless:
+        """An engine whose requests never end."""
 
-    monkeypatch.setattr(replica, "_callers", Callers(find_dead, period_seconds=0.01))
-    request = replica._engine.loaded.new_request()
-    request.prompt, request.max_new_tokens, request.ignore_eos = PROMPT, 200, True
+        def __init__(self):
+            self.forgotten = []
 
-    async def ends(caller):
-        """Return whether the calls of a core of this caller have sent the last output."""
-        fields = {**request_fields(request), CALLER: caller, CORE: caller, TICKET: 0}
-        finish_reasons = []
-        async for first in replica.generate(fields):
-            if first is not None:
-                letters = replica.read({CALLER: caller, MAILBOX: first.mailbox})
-                async for group in letters:
-                    finish_reasons += [output.finish_reason for _, output in group]
-                    if "length" in finish_reasons:
-                        break
-                await letters.aclose()
-        return "length" in finish_reasons
+        async def relay(self, request, sink):
+            request.id = 7
 
-    async def both():
-        return await asyncio.gather(ends("01"), ends("02"))
+        def forget(self, request_id):
+            self.forgotten.append(request_id)
 
-    assert asyncio.run(both()) == [bool(failure), True]
-    deadline = time.monotonic() + 10
-    while replica._engine.loaded.cpp_engine.stats().num_running:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    async def run():
+        call = replica.generate(Submission("killed", 1, 1, fields))
+        await asyncio.wait_for(anext(call), 10)
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(call), 10)
+        return replica._engine.forgotten
+
+    fields = request_fields(new_request(replica, 1))
+    monkeypatch.setattr(output_stream, "_TIMEOUT_SECONDS", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "_engine", Endless())
+        assert asyncio.run(run()) == [7]
+
+
+def scripted_core(generated, read):
+    """Return a core whose calls are scripts, and the list of the addresses that it has read."""
+    addresses = []
+
+    def next_read(address):
+        addresses.append(address)
+        return Call(script(*read.pop(0)))
+
+    core = ReplicatedCore(lambda _: Call(script(*generated.pop(0))), read=next_read, plan={})
+    return core, addresses
+
+
+def last(attempt):
+    return Output(attempt, tokens=[attempt], finish_reason="length")
+
+
+def test_a_lost_stream_is_not_read_again(replica):
+    a, b, c = (StreamAddress("r", name) for name in "abc")
+    calls = [[a, 60.0], [0.3, a, 60.0], [b, 60.0], [c, 60.0]]  # the second address arrives late
+    reads = [[0.1, DEAD], [0.3, [last(2)], 60.0], [0.3, [last(3)], 60.0]]
+    core, addresses = scripted_core(calls, reads)
+    core.submit(new_request(replica, 0))
+    core.submit(new_request(replica, 1))
+    assert [output.tokens for output in wait_for_ends(core, 2)] == [[2], [3]]
+    assert addresses == [a, b, c]
+    core.close()
+
+
+def test_a_call_that_ray_cancels_does_not_cancel_the_request(replica):
+    a, b = (StreamAddress("r", name) for name in "ab")
+    calls = [[asyncio.CancelledError()], [a, 60.0], [b, 60.0]]
+    reads = [[asyncio.CancelledError()], [[], [last(2)], 60.0]]
+    core, _ = scripted_core(calls, reads)
+    core.submit(new_request(replica, 0))
+    assert [output.finish_reason for output in wait_for_ends(core, 1)] == ["length"]
+    core.close()
+
+
+def test_a_stream_is_read_by_one_call_after_another(replica):
+    a = StreamAddress("r", "a")
+    output = Output(0, tokens=[5])
+    core, addresses = scripted_core([[a, 60.0]], [[[], [output]], [[]], [[last(0)], 60.0]])
+    core.submit(new_request(replica, 0))
+    assert [output.tokens for output in wait_for_ends(core, 1)] == [[5], [0]]
+    assert addresses == [a, a, a] and core.num_resumed == 0
+    core.close()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from lmdeploy.cli.main import main, make_parser
+from lmdeploy.replicas.deploy import _MIN_RAY, _connect
 from lmdeploy.replicas.options import ReplicaOptions
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_wrong_options_are_named():
@@ -30,8 +35,18 @@ def test_one_address_of_events_is_not_shared(capsys):
     assert "several replicas" in capsys.readouterr().err
 
 
+def test_a_ray_whose_ports_ask_for_no_token_is_refused(monkeypatch):
+    lowest = ".".join(map(str, _MIN_RAY))
+    assert f'\nray = ["ray[serve]>={lowest}"]\n' in (ROOT / "pyproject.toml").read_text()
+    for version in ("2.9.0", "2.57.1"):
+        ray = SimpleNamespace(__version__=version, serve=None)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        with pytest.raises(ValueError, match=rf"Ray {version} asks for no token .* Run: pip inst"):
+            _connect("auto")
+
+
 def test_the_kubernetes_example_is_a_valid_command():
-    text = (Path(__file__).resolve().parents[3] / "docs/scaling.md").read_text()
+    text = (ROOT / "docs/scaling.md").read_text()
     job, service = yaml.safe_load_all(text.split("```yaml\n")[1].split("```")[0])
     words = job["spec"]["entrypoint"].split()
     args = make_parser().parse_args(words[1:])

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +20,10 @@ import pytest
 from tiny_models import TINY_MODELS, make_model, save_model
 
 pytest.importorskip("ray.serve")
-psutil = pytest.importorskip("psutil")
+import grpc
+import psutil
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("ray")]  # one after another
 ROOT = Path(__file__).resolve().parents[3]
 KEY = {"Authorization": "Bearer secret"}
 BODIES = {
@@ -30,12 +35,12 @@ BODIES = {
 class Server:
     """A running `lmdeploy serve ray` command. `cluster` is the parent of Ray's processes."""
 
-    def __init__(self, folder, log, *flags, cluster=None):
+    def __init__(self, folder, log, *flags, env, cluster=None):
         command = [sys.executable, "-m", "lmdeploy", "serve", "ray", folder, "--server-port", "0"]
         command += ["--num-replicas", "2", "--cpus-per-replica", "1", "--model-name", "m"]
         command += ["--session-len", "2048", "--cache-max-entry-count", "100", "--deterministic"]
         command += ["--api-keys", "secret", *flags]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "LMDEPLOY_CACHE": "0"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "LMDEPLOY_CACHE": "0", **env}
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=env)
         deadline = time.monotonic() + 120
@@ -85,8 +90,38 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    server = Server(folder, tmp_path_factory.mktemp("log") / "log")
+def cluster(tmp_path_factory):
+    """A Ray cluster that asks for a token: its process, its address, and the environment."""
+    log = tmp_path_factory.mktemp("cluster") / "log"
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    command = [ray, "start", "--head", "--block", "--port", str(port), "--num-cpus", "2"]
+    command += ["--include-dashboard=false", "--disable-usage-stats"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **token}
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=env)
+    deadline = time.monotonic() + 60
+    while "Ray runtime started" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    address = re.search(r"--address='(\S+)'", log.read_text())[1]
+    yield process, address, token
+    parts = psutil.Process(process.pid).children(recursive=True)
+    for part in [*parts, process]:  # Ray itself waits 30 s for the controller of Serve
+        part.kill()
+    process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(folder, cluster, tmp_path_factory):
+    """A command without --address, beside a cluster that it must not join."""
+    _, address, token = cluster
+    log = tmp_path_factory.mktemp("log") / "log"
+    server = Server(folder, log, env={**token, "RAY_ADDRESS": address})
+    assert len(server.replicas()) == 2  # children of the command
     yield server
     left = server.replicas()
     server.process.send_signal(signal.SIGTERM)
@@ -94,13 +129,23 @@ def server(folder, tmp_path_factory):
     assert not any(psutil.pid_exists(pid) for pid in left)
 
 
+@pytest.fixture(scope="module")
+def texts(server):
+    """The text of an undisturbed stream of each body."""
+    return {name: server.stream(body) for name, body in BODIES.items()}
+
+
 def wait_for_two(server, gone):
-    """Wait until two replicas run that are not in `gone`. Return the seconds."""
-    start = time.monotonic()
+    """Wait until two replicas run that are not in `gone`."""
+    deadline = time.monotonic() + 60
     while len(server.replicas() - gone) < 2:
-        assert time.monotonic() - start < 60
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    return time.monotonic() - start
+
+
+def send_to_all(pids, number):
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def test_api_keys_hold(server):
@@ -108,6 +153,28 @@ def test_api_keys_hold(server):
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
     reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=60)
     assert reply.status_code == 200
+
+
+def test_every_port_is_on_loopback_or_asks_for_a_fresh_token(server):
+    def call(port, metadata):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            handle = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refusal:
+                handle(b"", metadata=metadata, timeout=20)
+            return refusal.value.code()
+
+    parent, ports, tokens = psutil.Process(server.process.pid), {}, set()
+    for process in [parent, *parent.children(recursive=True)]:
+        found = [item.laddr for item in process.net_connections("tcp") if item.status == "LISTEN"]
+        ports |= {port: process for ip, port in found if not ip.endswith("127.0.0.1")}
+    assert {process.pid for process in ports.values()} == server.replicas()
+    for port, process in ports.items():
+        assert call(port, []) == grpc.StatusCode.UNAUTHENTICATED
+        token = process.environ()["RAY_AUTH_TOKEN"]
+        tokens.add(token)
+        known = call(port, [("authorization", f"Bearer {token}")])
+        assert known not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+    assert len(tokens) == 1 and len(tokens & {"0" * 64}) == 0
 
 
 def test_turns_of_a_conversation_meet_the_replica_that_has_its_beginning(server):
@@ -125,81 +192,39 @@ def test_turns_of_a_conversation_meet_the_replica_that_has_its_beginning(server)
     assert all(tokens >= 256 for tokens in cached[16:])
 
 
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.timeout(200)
-def test_a_stream_survives_the_death_of_both_replicas(server, name):
-    whole = server.stream(BODIES[name])
+def test_streams_survive_the_death_of_both_replicas(server, texts):
     before = server.replicas()
     assert len(before) == 2
-
-    def kill_all():
-        for pid in before:
-            os.kill(pid, signal.SIGKILL)
-
-    assert server.stream(BODIES[name], after=kill_all) == whole
+    all_begun = threading.Barrier(2, lambda: send_to_all(before, signal.SIGKILL), timeout=60)
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda name: server.stream(BODIES[name], after=all_begun.wait), BODIES)
+    assert dict(zip(BODIES, found, strict=True)) == texts
+    assert "A request continues on another replica" in server.log.read_text()
     wait_for_two(server, before)
 
 
-@pytest.mark.timeout(200)
-def test_a_stream_leaves_a_stopped_replica(server):
-    whole = server.stream(BODIES["greedy"])
+def test_a_stream_leaves_a_stopped_replica(server, texts):
     before = server.replicas()
 
     def stop_all():
-        for pid in before:
-            os.kill(pid, signal.SIGSTOP)
+        send_to_all(before, signal.SIGSTOP)
+        threading.Timer(3.5, lambda: send_to_all(before, signal.SIGCONT)).start()
 
-    assert server.stream(BODIES["greedy"], after=stop_all) == whole
-    wait_for_two(server, before)
+    assert server.stream(BODIES["greedy"], after=stop_all) == texts["greedy"]
+    assert "The replica sends no heartbeat." in server.log.read_text()
 
 
-@pytest.mark.timeout(200)
-def test_an_update_replaces_the_replicas_and_breaks_no_stream(server):
-    whole = server.stream(BODIES["seeded"])
+def test_an_update_replaces_the_replicas_and_breaks_no_stream(server, texts):
     before = server.replicas()
     server.process.send_signal(signal.SIGHUP)
     while server.replicas() & before:
-        assert server.stream(BODIES["seeded"]) == whole
+        assert server.stream(BODIES["seeded"]) == texts["seeded"]
     wait_for_two(server, before)
     deadline = time.monotonic() + 60
     while "All replicas are replaced." not in server.log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert server.stream(BODIES["seeded"]) == whole
-
-
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A Ray cluster of its own: its process and its address. It asks for a token."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # by itself, Ray sends none to a host:port
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ray = Path(sys.executable).with_name("ray")
-    command = [ray, "start", "--head", "--block", "--port", str(port), "--num-cpus", "2"]
-    command += ["--include-dashboard=false", "--disable-usage-stats"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with open(tmp_path / "ray", "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=env)
-    deadline = time.monotonic() + 60
-    while "Ray runtime started" not in (tmp_path / "ray").read_text():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
-    address = re.search(r"--address='(\S+)'", (tmp_path / "ray").read_text())[1]
-    yield process, address
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)
-
-
-@pytest.mark.timeout(200)
-def test_without_an_address_no_cluster_is_joined(folder, cluster, tmp_path):
-    process, _ = cluster
-    server = Server(folder, tmp_path / "log")
-    assert len(server.replicas()) == 2  # children of the command
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
-    assert process.poll() is None
+    assert server.stream(BODIES["seeded"]) == texts["seeded"]
 
 
 def cpu_seconds(pids):
@@ -207,29 +232,33 @@ def cpu_seconds(pids):
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-@pytest.mark.timeout(200)
-def test_replicas_outlive_the_http_process_and_drop_its_requests(folder, cluster, tmp_path):
-    process, address = cluster
+def test_commands_share_the_replicas_of_a_cluster(folder, server, texts, cluster, tmp_path):
+    process, address, token = cluster
 
     def serve(name, *flags):
-        return Server(folder, tmp_path / name, "--address", address, *flags, cluster=process)
+        flags = ("--address", address, *flags)
+        return Server(folder, tmp_path / name, *flags, env=token, cluster=process)
 
     first = serve("first")
-    whole = first.stream(BODIES["greedy"])
     replicas = first.replicas()
-    with pytest.raises(httpx.RemoteProtocolError):  # 120 x 2000 tokens need more than 10 s
-        first.stream({**BODIES["seeded"], "n": 120, "max_tokens": 2000}, after=first.process.kill)
-    time.sleep(2)
-    used = cpu_seconds(replicas)
-    time.sleep(2)
-    assert cpu_seconds(replicas) - used < 0.5
+    assert len(replicas) == 2 and not replicas & server.replicas()
+    body = {**BODIES["seeded"], "n": 120, "max_tokens": 2000, "logprobs": 5}  # 19 s of a core
+    all_begun = threading.Barrier(3, first.process.kill, timeout=60)
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(first.stream, body, after=all_begun.wait) for _ in range(3)]
+    assert all(isinstance(call.exception(), httpx.TransportError) for call in calls)
+    deadline = time.monotonic() + 12
+    used, past = cpu_seconds(replicas), 0.0
+    while used - past > 0.25:  # in a second
+        assert time.monotonic() < deadline, "The replicas still generate."
+        time.sleep(1)
+        used, past = cpu_seconds(replicas), used
     second = serve("second")
     assert second.replicas() == replicas
-    assert second.stream(BODIES["greedy"]) == whole
     third = serve("third", "--max-batch-size", "8")
     assert len(third.replicas()) == 2 and not third.replicas() & replicas
-    assert second.stream(BODIES["greedy"]) == third.stream(BODIES["greedy"]) == whole
-    for server, num_left in ((second, 2), (third, 0)):
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
-        assert len(server.replicas()) == num_left
+    assert second.stream(BODIES["greedy"]) == third.stream(BODIES["greedy"]) == texts["greedy"]
+    for command, num_left in ((third, 2), (second, 0)):  # the last one that ends stops them
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(60) == 0
+        assert len(command.replicas()) == num_left

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("ray.serve")
 
 from lmdeploy.replicas.router import PrefixRouter
+from lmdeploy.replicas.transport import StreamAddress, Submission
 
 REPLICAS = [SimpleNamespace(replica_id=name) for name in "ab"]
 
@@ -25,8 +26,8 @@ class Router(PrefixRouter):
 
 
 def choose(router, prompt, *, request_id, salt=b""):
-    fields = {"request_id": request_id, "prompt": prompt, "cache_salt": salt}
-    ranks = asyncio.run(router.choose_replicas(REPLICAS, SimpleNamespace(args=[fields])))
+    call = Submission("client", request_id, 0, {"prompt": prompt, "cache_salt": salt})
+    ranks = asyncio.run(router.choose_replicas(REPLICAS, SimpleNamespace(args=[call])))
     assert sorted(replica.replica_id for rank in ranks for replica in rank) == ["a", "b"]
     return ranks[0][0].replica_id
 
@@ -66,12 +67,12 @@ def test_a_replica_that_a_request_has_left_is_avoided_for_a_while(monkeypatch):
     assert choose(router, [9] * 128, request_id=9) == hung
 
 
-def test_a_mailbox_is_read_on_its_replica():
+def test_an_output_stream_is_read_on_its_replica():
     ids = [SimpleNamespace(unique_id=name) for name in "abc"]
     replicas = [SimpleNamespace(replica_id=name) for name in ids]
 
     def owners(name):
-        pending = SimpleNamespace(args=[{"mailbox": "m", "replica": name}])
+        pending = SimpleNamespace(args=[StreamAddress(name, "stream")])
         return asyncio.run(Router().choose_replicas(replicas, pending))
 
     assert owners("b") == [[replicas[1]]]
