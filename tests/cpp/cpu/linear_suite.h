@@ -56,7 +56,7 @@ struct Arithmetic {
   int min_rows = 1;              // that a weight must have in a step
 
   std::vector<int> threads = {1, 5};
-  std::vector<int> few_threads = {1, 2};
+  std::vector<int> group_threads = {2};
   std::vector<Call> calls = {{1},
                              {2, true, false},
                              {5, false, true},
@@ -285,7 +285,8 @@ inline Experts MakeExperts(const Subject& s, Device& device, int count, int64_t 
                            const std::vector<float>& x, int num_rows) {
   Experts experts;
   for (int i = 0; i < count; ++i) {
-    const Matrix m = s.Random(s.arithmetic.group_outputs, cols, static_cast<uint32_t>(i));
+    const int64_t outputs = cols > 96 ? 50 : s.arithmetic.group_outputs;
+    const Matrix m = s.Random(outputs, cols, static_cast<uint32_t>(i));
     const std::vector<float> bias = RandomVector(m.rows, static_cast<uint32_t>(70 + i));
     const Call call = {num_rows, i % 2 == 0};
     experts.weights.push_back(device.PackMatrix(m.source(), false));
@@ -346,9 +347,10 @@ inline void GroupedRowsEqualOneRow(const Subject& s) {
       {70, 0, 0, 0, 0}, {1, 1, 1, 1, 1},   {0, 13, 1, 0, 30}, {2, 12, 24, 11, 3},
       {5, 1, 17, 5, 0}, {0, 1, 13, 26, 0}, {33, 31, 0, 66, 0}};
   const int num_x = s.arithmetic.group_rows;
-  for (int64_t cols : {s.block(), 3 * s.block()}) {
+  const bool is_wide = s.block() > 32;
+  for (int64_t cols : is_wide ? std::vector{s.block()} : std::vector{s.block(), 3 * s.block()}) {
     const std::vector<float> x = RandomVector(num_x * cols, 61);
-    for (int threads : s.arithmetic.few_threads) {
+    for (int threads : s.arithmetic.group_threads) {
       ForDevices(s, threads, [&](Device& device, bool) {
         const Experts experts = MakeExperts(s, device, 5, cols, x, num_x);
         for (const std::vector<int>& sizes : groupings) {
@@ -371,40 +373,38 @@ inline void PartsShareALayer(const Subject& s) {
   for (MatrixFormat format : s.arithmetic.neighbors) {
     matrices.push_back(RandomMatrix(format, 7, kCols, 3));
   }
-  matrices.push_back(s.Random(150, kCols, 4));
+  matrices.push_back(s.Random(33, kCols, 4));
   if (s.format == MatrixFormat::kNvfp4) {
     matrices.back().factor = 0x1p3f;
   }
   const std::vector<float> x = RandomVector(70 * kCols, 61);
-  for (int threads : s.arithmetic.few_threads) {
-    ForDevices(s, threads, [&](Device& device, bool) {
-      std::vector<std::unique_ptr<PackedMatrix>> weights;
-      std::vector<const PackedMatrix*> parts;
-      std::vector<std::vector<float>> biases;
-      for (const Matrix& m : matrices) {
-        weights.push_back(device.PackMatrix(m.source(), false));
-        parts.push_back(weights.back().get());
-        biases.push_back(weights.size() % 3 == 2 ? std::vector<float>() : RandomVector(m.rows, 9));
-      }
-      for (int num_rows : s.arithmetic.part_rows) {
-        for (bool accumulate : {false, true}) {
-          const Call call = {num_rows, true, accumulate};
-          const auto y = RunParts(device, parts, biases, x, call);
-          const auto stride = static_cast<int64_t>(y.size()) / num_rows;
-          int64_t first = 0;
-          for (size_t i = 0; i < parts.size(); ++i) {
-            const auto alone = RunParts(device, {parts[i]}, {biases[i]}, x, call);
-            for (int64_t r = 0; r < num_rows; ++r) {
-              const auto begin = y.begin() + r * stride + first;
-              REQUIRE(SameBits({begin, begin + parts[i]->rows},
-                               Rows(alone, parts[i]->rows, {static_cast<int32_t>(r)})));
-            }
-            first += parts[i]->rows;
+  ForDevices(s, 2, [&](Device& device, bool) {
+    std::vector<std::unique_ptr<PackedMatrix>> weights;
+    std::vector<const PackedMatrix*> parts;
+    std::vector<std::vector<float>> biases;
+    for (const Matrix& m : matrices) {
+      weights.push_back(device.PackMatrix(m.source(), false));
+      parts.push_back(weights.back().get());
+      biases.push_back(weights.size() % 3 == 2 ? std::vector<float>() : RandomVector(m.rows, 9));
+    }
+    for (int num_rows : s.arithmetic.part_rows) {
+      for (bool accumulate : {false, true}) {
+        const Call call = {num_rows, true, accumulate};
+        const auto y = RunParts(device, parts, biases, x, call);
+        const auto stride = static_cast<int64_t>(y.size()) / num_rows;
+        int64_t first = 0;
+        for (size_t i = 0; i < parts.size(); ++i) {
+          const auto alone = RunParts(device, {parts[i]}, {biases[i]}, x, call);
+          for (int64_t r = 0; r < num_rows; ++r) {
+            const auto begin = y.begin() + r * stride + first;
+            REQUIRE(SameBits({begin, begin + parts[i]->rows},
+                             Rows(alone, parts[i]->rows, {static_cast<int32_t>(r)})));
           }
+          first += parts[i]->rows;
         }
       }
-    });
-  }
+    }
+  });
 }
 
 // NaN and infinite activations make all outputs of their row non-finite, and no others.

@@ -99,6 +99,7 @@ std::vector<Arithmetic> ListArithmetics() {
                       .bound = Int16Bound,
                       .largest_codes = {32512.f, 32383.f},  // halves (127, 0), then (126, 127)
                       .threads = {1, 2, 5},
+                      .group_threads = {1, 2},
                       .block_rows = 300};
   Arithmetic int8 = {.name = "8 bits",
                      .formats = {kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K},

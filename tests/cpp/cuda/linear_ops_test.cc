@@ -204,7 +204,7 @@ testing::Arithmetic OnGpu() {
           .bound = BoundOf,
           .embeds_same_bits = false,
           .threads = {1},
-          .few_threads = {1},
+          .group_threads = {1},
           .calls = {{1, true, false, 0},
                     {7, true, true, 3},
                     {8, false, false, 4},
