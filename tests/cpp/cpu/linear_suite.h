@@ -308,9 +308,9 @@ inline Experts MakeExperts(const Subject& s, Device& device, int count, int64_t 
 
 // Checks rows in groups of these sizes. `gathered`: they are not the first rows of x.
 inline void CheckGroups(const Subject& s, Device& device, const Experts& experts,
-                        const std::vector<float>& x, int num_x, const std::vector<int>& sizes,
-                        bool gathered) {
+                        const std::vector<float>& x, const std::vector<int>& sizes, bool gathered) {
   const int64_t cols = experts.weights[0]->cols;
+  const auto num_x = static_cast<int>(static_cast<int64_t>(x.size()) / cols);
   const int64_t outputs = experts.weights[0]->rows;
   std::vector<int32_t> offsets = {0};
   std::vector<int32_t> x_rows;
@@ -356,7 +356,7 @@ inline void GroupedRowsEqualOneRow(const Subject& s) {
         for (const std::vector<int>& sizes : groupings) {
           for (bool gathered : {false, true}) {
             if (std::accumulate(sizes.begin(), sizes.end(), 0) <= num_x) {
-              CheckGroups(s, device, experts, x, num_x, sizes, gathered);
+              CheckGroups(s, device, experts, x, sizes, gathered);
             }
           }
         }
