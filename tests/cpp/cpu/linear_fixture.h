@@ -6,11 +6,14 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -20,15 +23,12 @@
 namespace turbomind::testing {
 
 inline constexpr float kSentinel = 12345.f;
-inline constexpr int kPad = 3;  // floats between the rows of x and between those of y
-
-// FP32 sums in a fixed order: n roundings of at most 2^-24 of the sum of magnitudes.
-inline double SumBound(int64_t cols) { return (cols + 8) * 0x1p-24; }
-// A 16-bit activation is off by at most one and a half steps of amax / 32512, plus the FP32
-// rounding of the scale. Half a step comes from rounding; one step comes from changing a low half
-// of -128 to -127.
-inline constexpr double kActivationError = 1.5 / 32512 * (1 + 1e-5);
-inline constexpr double kBF16Rounding = 0x1p-8;  // 8 significant bits, round to nearest
+inline constexpr float kInf = std::numeric_limits<float>::infinity();
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr MatrixFormat kAllFormats[] = {
+    MatrixFormat::kF32,  MatrixFormat::kBF16,  MatrixFormat::kQ4_0,       MatrixFormat::kQ4_1,
+    MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split, MatrixFormat::kQ4_K,
+    MatrixFormat::kQ5_K, MatrixFormat::kQ6_K,  MatrixFormat::kNvfp4};
 
 struct Matrix {
   MatrixFormat format = MatrixFormat::kF32;
@@ -279,174 +279,211 @@ inline std::vector<float> RandomVector(int64_t size, uint32_t seed) {
   return x;
 }
 
+// A block of 32 activations of 12 bits: codes of at most 119 * 256 + 8 times a scale.
+struct Int12Codes {
+  float scale = 0;
+  int of[32] = {};
+
+  double sum() const { return std::accumulate(std::begin(of), std::end(of), 0.0); }
+};
+
+// Rounds a block as the kernels do. The code of column 16 + k is a multiple of 16. That of column k
+// is a multiple of 16 plus the last digit of the former divided by 16.
+inline Int12Codes RoundToInt12Codes(const float* x) {
+  Int12Codes codes;
+  float amax = 0;
+  for (int i = 0; i < 32; ++i) {
+    if (!std::isfinite(x[i])) {
+      codes.scale = kNan;
+      return codes;
+    }
+    amax = std::max(amax, std::abs(x[i]));
+  }
+  if (amax < 1e-33f) {
+    return codes;
+  }
+  codes.scale = amax / (119.f * 256.f);
+  const float inverse = 119.f * 16.f / amax;
+  for (int k = 0; k < 16; ++k) {
+    const auto second = static_cast<int>(std::nearbyint(x[16 + k] * inverse));
+    const int digit = second & 15;
+    const float steps = x[k] * inverse - static_cast<float>(digit) / 16.f;
+    codes.of[k] = 16 * static_cast<int>(std::nearbyint(steps)) + digit;
+    codes.of[16 + k] = 16 * second;
+  }
+  return codes;
+}
+
+// Rounds to BF16, to nearest even. Subnormal numbers become zero.
+inline float RoundToBf16(float x) {
+  if (!std::isfinite(x)) {
+    return x;
+  }
+  auto bits = std::bit_cast<uint32_t>(x);
+  bits = (bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits + 0x7fffu + (bits >> 16 & 1);
+  return std::bit_cast<float>(bits & 0xffff0000u);
+}
+
+// Sets the values of a matrix to those of its bytes, rounded to BF16.
+inline void RoundValues(Matrix& m) {
+  m.values.clear();
+  std::vector<float> row(static_cast<size_t>(m.cols));
+  for (int64_t o = 0; o < m.rows; ++o) {
+    DequantizeMatrixRow(m.source(), o, row.data());
+    std::ranges::transform(row, std::back_inserter(m.values), RoundToBf16);
+  }
+}
+
+// Returns a matrix of random bytes, whose scales have all their bits and are at most 2^-7. Its
+// values are rounded to BF16.
+inline Matrix RandomBf16Weights(MatrixFormat format, int64_t rows, int64_t cols, uint32_t seed) {
+  std::mt19937 random(seed);
+  Matrix m{format, rows, cols, {}, {}};
+  const auto fill = [&](std::vector<uint8_t>& bytes, int64_t size, auto byte) {
+    bytes.resize(static_cast<size_t>(size));
+    std::ranges::generate(bytes, [&] { return static_cast<uint8_t>(byte()); });
+  };
+  const auto exponent = [&] { return 115 + random() % 16; };
+  const bool is_bf16 = format == MatrixFormat::kBF16;
+  const int64_t block = is_bf16 ? 2 : SourceBlockBytes(format);
+  fill(m.bytes, rows * cols / (is_bf16 ? 1 : SourceBlockCols(format)) * block, random);
+  // Gives the FP16 number that ends at this byte an exponent from 2^-11 to 2^-8.
+  const auto limit = [&](size_t at) { m.bytes[at] = (m.bytes[at] & 0x8f) | 0x10; };
+  for (size_t at = 0; at < m.bytes.size(); at += static_cast<size_t>(block)) {
+    if (format == MatrixFormat::kMxfp4) {
+      m.bytes[at] = static_cast<uint8_t>(exponent());
+    } else if (is_bf16) {
+      m.bytes[at + 1] = (m.bytes[at + 1] & 0x83) | 0x3c;
+    } else if (format == MatrixFormat::kQ6_K) {
+      limit(at + 209);
+    } else if (format != MatrixFormat::kMxfp4Split && format != MatrixFormat::kNvfp4) {
+      limit(at + 1);
+      if (HasMinimum(format)) {
+        limit(at + 3);
+      }
+    }
+  }
+  if (format == MatrixFormat::kMxfp4Split) {
+    fill(m.scales, rows * cols / 32, exponent);
+  }
+  m.factor = format == MatrixFormat::kNvfp4 ? 0x1.9p-16f : 1.f;  // the largest scale is 480
+  RoundValues(m);
+  return m;
+}
+
+// Sets the first scale of an output to the exponent of MXFP4, or to FP16 with this upper byte.
+inline void SetScale(Matrix& m, int64_t output, uint8_t upper) {
+  if (m.format == MatrixFormat::kMxfp4Split) {
+    m.scales[static_cast<size_t>(output * m.cols / 32)] = upper;
+    return;
+  }
+  const auto row = static_cast<size_t>(output) * m.bytes.size() / static_cast<size_t>(m.rows);
+  if (m.format == MatrixFormat::kMxfp4) {
+    m.bytes[row] = upper;
+    return;
+  }
+  const size_t at = row + (m.format == MatrixFormat::kQ6_K ? 208 : 0);
+  m.bytes[at] = 0;
+  m.bytes[at + 1] = upper;
+}
+
+// Values in a device's memory.
+template <class T>
+class DeviceArray {
+ public:
+  DeviceArray(Device& device, const std::vector<T>& values)
+      : device_(device), size_(values.size()), data_(static_cast<T*>(device.Reserve(bytes()))) {
+    device_.Copy(data_, values.data(), bytes());
+    device_.Synchronize();
+  }
+  ~DeviceArray() { device_.Release(data_, bytes()); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+
+  T* data() const { return data_; }
+  std::vector<T> Read() const {
+    std::vector<T> values(size_);
+    device_.Synchronize();
+    device_.Copy(values.data(), data_, bytes());
+    device_.Synchronize();
+    return values;
+  }
+
+ private:
+  size_t bytes() const { return size_ * sizeof(T); }
+
+  Device& device_;
+  size_t size_;
+  T* data_;
+};
+
 struct Call {
   int num_rows = 1;
   bool bias = false;
   bool accumulate = false;
+  int pad = 3;  // floats after each row of x, which are NaN, and of y, which must not change
 };
 
-// Runs one linear layer. The rows of x are `cols + kPad` floats apart. y is filled with the
-// sentinel first.
+// Returns the rows [begin, begin + count) with `pad` values after each.
+inline std::vector<float> Padded(const std::vector<float>& x, int64_t cols, int64_t count, int pad,
+                                 float value) {
+  std::vector<float> padded(static_cast<size_t>(count * (cols + pad)), value);
+  for (int64_t r = 0; r < count; ++r) {
+    std::copy_n(x.begin() + r * cols, cols, padded.begin() + r * (cols + pad));
+  }
+  return padded;
+}
+
+// Does the inverse, and checks that the padding is the sentinel.
+inline std::vector<float> Unpadded(const std::vector<float>& padded, int64_t cols, int pad) {
+  std::vector<float> values;
+  for (auto row = padded.begin(); row != padded.end(); row += cols + pad) {
+    values.insert(values.end(), row, row + cols);
+    REQUIRE(std::all_of(row + cols, row + cols + pad, [](float v) { return v == kSentinel; }));
+  }
+  return values;
+}
+
+// Runs one layer of several weights with the first rows of x, [num_rows, cols]. Returns y,
+// [num_rows, outputs of all weights]. An empty bias is none.
+inline std::vector<float> RunParts(Device& device, const std::vector<const PackedMatrix*>& weights,
+                                   const std::vector<std::vector<float>>& biases,
+                                   const std::vector<float>& x, Call call) {
+  const int64_t cols = weights[0]->cols;
+  std::vector<std::unique_ptr<DeviceArray<float>>> held;
+  std::vector<LinearPart> parts;
+  int64_t outputs = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const bool has_bias = call.bias && !biases[i].empty();
+    if (has_bias) {
+      held.push_back(std::make_unique<DeviceArray<float>>(device, biases[i]));
+    }
+    parts.push_back({weights[i], has_bias ? held.back()->data() : nullptr});
+    outputs += weights[i]->rows;
+  }
+  const DeviceArray<float> from(device, Padded(x, cols, call.num_rows, call.pad, kNan));
+  const DeviceArray<float> y(
+      device,
+      std::vector<float>(static_cast<size_t>(call.num_rows * (outputs + call.pad)), kSentinel));
+  device.Linear({.x = from.data(),
+                 .x_stride = cols + call.pad,
+                 .parts = parts.data(),
+                 .num_parts = static_cast<int>(parts.size()),
+                 .y = y.data(),
+                 .y_stride = outputs + call.pad,
+                 .num_rows = call.num_rows,
+                 .accumulate = call.accumulate});
+  return Unpadded(y.Read(), outputs, call.pad);
+}
+
 inline std::vector<float> RunLinear(Device& device, const PackedMatrix& weight,
                                     const std::vector<float>& x, const std::vector<float>& bias,
                                     Call call) {
-  const int64_t stride = weight.rows + kPad;
-  std::vector<float> y(static_cast<size_t>(call.num_rows * stride), kSentinel);
-  const LinearPart part = {&weight, call.bias ? bias.data() : nullptr};
-  LinearParams params;
-  params.x = x.data();
-  params.x_stride = weight.cols + kPad;
-  params.parts = &part;
-  params.num_parts = 1;
-  params.y = y.data();
-  params.y_stride = stride;
-  params.num_rows = call.num_rows;
-  params.accumulate = call.accumulate;
-  device.Linear(params);
-  return y;
+  return RunParts(device, {&weight}, {bias}, x, call);
 }
 
 inline bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-// Returns the largest allowed error of output (row, o) against the exact product with these values.
-inline double Bound(const Matrix& m, const float* x, int64_t o, bool exact) {
-  double magnitude = 0;
-  double rounding = 0;
-  for (int64_t c = 0; c < m.cols; ++c) {
-    const double w = std::abs(m.values[static_cast<size_t>(o * m.cols + c)]);
-    // The scaled code and the minimum are added separately, so their magnitudes count instead of
-    // the sum's.
-    magnitude += (w + (HasMinimum(m.format) ? 1.0 : 0.0)) * std::abs(x[c]);
-    if (exact || m.format == MatrixFormat::kF32) {
-      continue;
-    }
-    if (m.format == MatrixFormat::kBF16) {
-      rounding += w * std::abs(x[c]) * kBF16Rounding;
-    } else {
-      const float* block = x + c / 32 * 32;
-      double amax = 0;
-      for (int i = 0; i < 32; ++i) {
-        amax = std::max<double>(amax, std::abs(block[i]));
-      }
-      rounding += w * amax * kActivationError;
-    }
-  }
-  return rounding + magnitude * SumBound(m.cols) + 1e-6;
-}
-
-inline void CheckAgainstDouble(const Matrix& m, const std::vector<float>& x,
-                               const std::vector<float>& bias, const std::vector<float>& y,
-                               Call call, bool exact) {
-  for (int r = 0; r < call.num_rows; ++r) {
-    const float* row = x.data() + r * (m.cols + kPad);
-    for (int64_t o = 0; o < m.rows; ++o) {
-      double want =
-          (call.bias ? bias[static_cast<size_t>(o)] : 0.0) + (call.accumulate ? kSentinel : 0.0);
-      for (int64_t c = 0; c < m.cols; ++c) {
-        want += m.values[static_cast<size_t>(o * m.cols + c)] * row[c];
-      }
-      const double got = y[static_cast<size_t>(r * (m.rows + kPad) + o)];
-      const double rounding = std::abs(want) * 0x1p-22;
-      if (!(std::abs(got - want) <= Bound(m, row, o, exact) + rounding)) {
-        FAIL_CHECK("row " << r << " output " << o << ": got " << got << ", want " << want);
-        return;
-      }
-    }
-    for (int64_t o = m.rows; o < m.rows + kPad; ++o) {
-      REQUIRE(y[static_cast<size_t>(r * (m.rows + kPad) + o)] == kSentinel);
-    }
-  }
-}
-
-// Checks that NaN and infinite activations make all outputs of their row non-finite, and no others.
-// The matrix must have more than 33 columns.
-inline void CheckPoisonStaysInItsRow(Device& device, const Matrix& m) {
-  const auto weight = device.PackMatrix(m.source(), false);
-  const std::vector<float> clean = RandomVector(3 * (m.cols + kPad), 22);
-  const auto want = RunLinear(device, *weight, clean, {}, {3});
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  for (float poison : {std::numeric_limits<float>::quiet_NaN(), kInf, -kInf}) {
-    std::vector<float> x = clean;
-    x[static_cast<size_t>(m.cols + kPad + 33)] = poison;
-    const auto y = RunLinear(device, *weight, x, {}, {3});
-    const auto stride = static_cast<size_t>(m.rows + kPad);
-    for (size_t o = 0; o < static_cast<size_t>(m.rows); ++o) {
-      REQUIRE(y[o] == want[o]);
-      REQUIRE(y[2 * stride + o] == want[2 * stride + o]);
-      REQUIRE(!std::isfinite(y[stride + o]));
-    }
-  }
-}
-
-// Checks that matrices with the same number of columns give the bits in one layer that each gives
-// alone.
-inline void CheckPartsShareALayer(Device& device, const std::vector<Matrix>& matrices) {
-  const int64_t cols = matrices[0].cols;
-  const std::vector<float> x = RandomVector(40 * (cols + kPad), 41);
-  std::vector<std::unique_ptr<PackedMatrix>> weights;
-  std::vector<LinearPart> parts;
-  int64_t stride = kPad;
-  for (const Matrix& m : matrices) {
-    weights.push_back(device.PackMatrix(m.source(), false));
-    parts.push_back({weights.back().get(), nullptr});
-    stride += m.rows;
-  }
-  for (int num_rows : {1, 12, 30, 40}) {
-    std::vector<float> y(static_cast<size_t>(num_rows * stride), kSentinel);
-    device.Linear({.x = x.data(),
-                   .x_stride = cols + kPad,
-                   .parts = parts.data(),
-                   .num_parts = static_cast<int>(parts.size()),
-                   .y = y.data(),
-                   .y_stride = stride,
-                   .num_rows = num_rows});
-    int64_t first = 0;
-    for (const auto& weight : weights) {
-      const auto alone = RunLinear(device, *weight, x, {}, {num_rows});
-      for (int64_t r = 0; r < num_rows; ++r) {
-        const auto begin = y.begin() + r * stride + first;
-        const auto own = alone.begin() + r * (weight->rows + kPad);
-        REQUIRE(SameBits({begin, begin + weight->rows}, {own, own + weight->rows}));
-      }
-      first += weight->rows;
-    }
-  }
-}
-
-// Checks that rows grouped by three weights have the bits that each row has alone.
-inline void CheckGroupedRows(Device& device, MatrixFormat format) {
-  constexpr int kRows = 40;
-  const std::vector<int32_t> offsets = {0, 1, 14, 40};
-  const std::vector<float> x = RandomVector(kRows * (256 + kPad), 61);
-  std::vector<int32_t> x_rows(kRows);
-  for (int32_t row = 0; row < kRows; ++row) {
-    x_rows[static_cast<size_t>(row)] = row * 37 % kRows;
-  }
-  std::vector<std::unique_ptr<PackedMatrix>> weights;
-  std::vector<LinearPart> experts;
-  std::vector<float> y(kRows * (50 + kPad), kSentinel);
-  std::vector<float> want = y;
-  for (uint32_t i = 0; i < 3; ++i) {
-    weights.push_back(device.PackMatrix(RandomMatrix(format, 50, 256, i).source(), false));
-    experts.push_back({weights.back().get(), nullptr});
-    const auto alone = RunLinear(device, *weights.back(), x, {}, {kRows});
-    for (int r = offsets[i]; r < offsets[i + 1]; ++r) {
-      std::copy_n(alone.begin() + x_rows[static_cast<size_t>(r)] * (50 + kPad), 50,
-                  want.begin() + r * (50 + kPad));
-    }
-  }
-  device.GroupedLinear({.x = x.data(),
-                        .x_stride = 256 + kPad,
-                        .x_rows = x_rows.data(),
-                        .y = y.data(),
-                        .y_stride = 50 + kPad,
-                        .experts = experts.data(),
-                        .num_experts = 3,
-                        .offsets = offsets.data(),
-                        .num_rows = kRows});
-  CHECK(SameBits(y, want));
 }
 
 }  // namespace turbomind::testing

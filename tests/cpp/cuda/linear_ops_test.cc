@@ -18,13 +18,17 @@
 #include <vector>
 
 #include "cpu/linear_fixture.h"
+#include "cpu/linear_suite.h"
 #include "cuda/gpu_array.h"
+#include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/core/check.h"
+#include "turbomind/ops/forwarding_device.h"
 
 namespace turbomind::cuda {
 namespace {
 
+using testing::Call;
 using testing::kSentinel;
 using testing::Matrix;
 using testing::RandomMatrix;
@@ -79,13 +83,6 @@ std::unique_ptr<CublasLt> Library() {
   return library;
 }
 
-struct Call {
-  int num_rows = 1;
-  bool bias = false;
-  bool accumulate = false;
-  int pad = 3;  // floats between rows of x and of y
-};
-
 // One matrix of a stack, with all its values.
 struct Part {
   Matrix matrix;
@@ -108,14 +105,14 @@ struct Outcome {
   int64_t y_stride;
 };
 
-Outcome RunLinear(Gpu& gpu, const std::vector<Part>& parts, const std::vector<float>& x, Call call,
-                  bool exact = false) {
+Outcome RunLinear(Gpu& gpu, const std::vector<Part>& parts, const std::vector<float>& x,
+                  Call call) {
   std::vector<std::unique_ptr<PackedMatrix>> weights;
   std::vector<std::unique_ptr<GpuArray<float>>> biases;
   std::vector<LinearPart> linear_parts;
   int64_t outputs = 0;
   for (const Part& part : parts) {
-    weights.push_back(CudaPackMatrix(gpu.memory, gpu.uploader, part.matrix.source(), exact));
+    weights.push_back(CudaPackMatrix(gpu.memory, gpu.uploader, part.matrix.source(), false));
     biases.push_back(std::make_unique<GpuArray<float>>(gpu.stream, part.bias));
     linear_parts.push_back({weights.back().get(), call.bias ? biases.back()->data() : nullptr});
     outputs += part.matrix.rows;
@@ -137,39 +134,34 @@ Outcome RunLinear(Gpu& gpu, const std::vector<Part>& parts, const std::vector<fl
   return {y_gpu.Read(), stride};
 }
 
-double Product(const Matrix& m, const float* x, int64_t output) {
-  double sum = 0;
-  for (int64_t c = 0; c < m.cols; ++c) {
-    sum += m.values[static_cast<size_t>(output * m.cols + c)] * x[c];
-  }
-  return sum;
+testing::ExactOutput ExactAt(const Matrix& m, const float* x, int64_t output) {
+  const std::vector<double> row(m.values.begin() + output * m.cols,
+                                m.values.begin() + (output + 1) * m.cols);
+  const Matrix one = {m.format, 1, m.cols, {}, row};
+  return testing::ExactOutputs(one, {x, x + m.cols})[0];
 }
 
-// Return the maximum distance of an output from Product. Q4_1 adds d · code and the minimum
+// Return the maximum distance of an output from its exact value. Q4_1 adds d · code and the minimum
 // separately.
-double ErrorBound(const Matrix& m, const float* x, int64_t output, bool exact) {
-  double magnitude = 0;
-  for (int64_t c = 0; c < m.cols; ++c) {
-    const double w = std::abs(m.values[static_cast<size_t>(output * m.cols + c)]);
-    magnitude += (w + (m.format == MatrixFormat::kQ4_1 ? 1.0 : 0.0)) * std::abs(x[c]);
-  }
-  const bool rounds = !exact && m.format != MatrixFormat::kF32;
-  return magnitude * ((rounds ? kBF16Rounding : 0.0) + kSumRounding) + 1e-6;
+double BoundOf(const testing::ExactOutput& out) {
+  const double magnitude = out.magnitude + (out.format == MatrixFormat::kQ4_1 ? out.sum_of_x : 0.0);
+  const bool rounds = out.format != MatrixFormat::kF32;
+  return magnitude * ((rounds ? kBF16Rounding : 0.0) + kSumRounding) + 1e-6 +
+         std::abs(out.want) * kSumRounding;
 }
 
 void CheckLinear(const std::vector<Part>& parts, const std::vector<float>& x, const Outcome& got,
-                 Call call, bool exact = false, double roundings = 1) {
+                 Call call, double roundings = 1) {
   for (int r = 0; r < call.num_rows; ++r) {
     const float* row = x.data() + r * (parts[0].matrix.cols + call.pad);
     int64_t at = r * got.y_stride;
     for (const Part& part : parts) {
       for (int64_t o = 0; o < part.matrix.rows; ++o, ++at) {
-        const double want = Product(part.matrix, row, o) +
-                            (call.bias ? part.bias[static_cast<size_t>(o)] : 0.0) +
+        testing::ExactOutput out = ExactAt(part.matrix, row, o);
+        const double want = out.product + (call.bias ? part.bias[static_cast<size_t>(o)] : 0.0) +
                             (call.accumulate ? kSentinel : 0.0);
-        const double error = std::abs(got.y[static_cast<size_t>(at)] - want);
-        if (!(error <=
-              roundings * ErrorBound(part.matrix, row, o, exact) + std::abs(want) * kSumRounding)) {
+        out.want = want;
+        if (!(std::abs(got.y[static_cast<size_t>(at)] - want) <= roundings * BoundOf(out))) {
           FAIL_CHECK("row " << r << " output " << o << ": got " << got.y[static_cast<size_t>(at)]
                             << ", want " << want);
           return;
@@ -182,38 +174,81 @@ void CheckLinear(const std::vector<Part>& parts, const std::vector<float>& x, co
   }
 }
 
-std::vector<int64_t> ColumnsOf(MatrixFormat format) {
-  return HasBlocks(format) ? std::vector<int64_t>{32, 352} : std::vector<int64_t>{1, 77, 320};
-}
-
-TEST_CASE("every format and shape agrees with FP64") {
-  Gpu gpu;
-  for (MatrixFormat format : kFormats) {
-    for (int64_t cols : ColumnsOf(format)) {
-      for (int64_t rows : {1, 37}) {
-        const std::vector<Part> parts = RandomParts({format}, {rows}, cols);
-        for (Call call : {Call{1, true, false, 0}, Call{7, true, true, 3}, Call{8, false, false, 4},
-                          Call{9, true, false, 3}, Call{33, false, true, 0}}) {
-          CAPTURE(static_cast<int>(format));
-          CAPTURE(rows);
-          CAPTURE(cols);
-          CAPTURE(call.num_rows);
-          const std::vector<float> x = RandomVector(call.num_rows * (cols + call.pad), 7);
-          CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call);
-        }
-      }
-    }
+// The kernels of a Gpu behind the interface that linear_suite.h tests.
+class SmallGpu final : public ForwardingDevice {
+ public:
+  SmallGpu() : ForwardingDevice(MakeDevice(0, {})) {}
+  void Synchronize() override {
+    ForwardingDevice::Synchronize();
+    cuda::Synchronize(gpu_.stream);
   }
+  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
+    return CudaPackMatrix(gpu_.memory, gpu_.uploader, source, exact);
+  }
+  void Linear(const LinearParams& params) override { gpu_.linear.Linear(gpu_.ctx, params); }
+  void GroupedLinear(const GroupedLinearParams& params) override {
+    gpu_.linear.GroupedLinear(gpu_.ctx, params);
+  }
+  void Embed(const EmbedParams& params) override { gpu_.linear.Embed(gpu_.ctx, params); }
+
+ private:
+  Gpu gpu_;
+};
+
+testing::Arithmetic OnGpu() {
+  const std::vector<MatrixFormat> formats(std::begin(kFormats), std::end(kFormats));
+  return {.name = "CUDA",
+          .formats = formats,
+          .neighbors = formats,
+          .devices = {{"gpu", [](int) { return std::make_unique<SmallGpu>(); }, true}},
+          .bound = BoundOf,
+          .embeds_same_bits = false,
+          .threads = {1},
+          .group_threads = {1},
+          .calls = {{1, true, false, 0},
+                    {7, true, true, 3},
+                    {8, false, false, 4},
+                    {9, true, false, 3},
+                    {33, false, true, 0}},
+          .outputs = {1, 37},
+          .odd_cols = {1, 77, 320},
+          .long_cols = {352},
+          .batches = {1, 8, 9, 17, 35, 130},
+          .panel_outputs = 40,
+          .panel_cols = 704,
+          .group_outputs = 37,
+          .group_rows = 50,
+          .part_rows = {1, 12}};
 }
 
-TEST_CASE("every format agrees with FP64 for many rows and for FP32 copies") {
-  Gpu gpu;
+TEST_CASE("products agree with a double reference for every shape") {
+  testing::ForSubjects({OnGpu()}, testing::AgreesWithDouble);
+}
+TEST_CASE("a row has the same bits in every batch, thread and instruction set") {
+  testing::ForSubjects({OnGpu()}, testing::SameBitsInEveryBatch);
+}
+TEST_CASE("rows grouped by weight have the same bits as alone") {
+  testing::ForSubjects({OnGpu()}, testing::GroupedRowsEqualOneRow);
+}
+TEST_CASE("matrices of several formats share a layer") {
+  testing::ForSubjects({OnGpu()}, testing::PartsShareALayer);
+}
+TEST_CASE("NaN and infinite activations affect only the outputs of their row") {
+  testing::ForSubjects({OnGpu()}, testing::PoisonStaysInItsRow);
+}
+TEST_CASE("a scale that is NaN or infinite affects only its output") {
+  testing::ForSubjects({OnGpu()}, testing::BadScaleStaysInItsOutput);
+}
+TEST_CASE("a packed matrix returns exact embedding rows") {
+  testing::ForSubjects({OnGpu()}, testing::EmbedsExactly);
+}
+TEST_CASE("matrices that cannot be packed are rejected") {
+  testing::ForSubjects({OnGpu()}, testing::RejectsBadSources);
+}
+
+TEST_CASE("the columns of a matrix are cut into slices") {
   for (MatrixFormat format : kFormats) {
-    CAPTURE(static_cast<int>(format));
-    const std::vector<Part> parts = RandomParts({format}, {20}, 96);
-    const std::vector<float> x = RandomVector(130 * (96 + 3), 7);
-    CheckLinear(parts, x, RunLinear(gpu, parts, x, {130, true, false}), {130, true, false});
-    CheckLinear(parts, x, RunLinear(gpu, parts, x, {5, true, true}, true), {5, true, true}, true);
+    CHECK(NumSlices(StoredFormat(format), OnGpu().panel_outputs, OnGpu().panel_cols) >= 2);
   }
 }
 
@@ -234,23 +269,6 @@ TEST_CASE("stacked parts may have different formats" * doctest::test_suite("smal
   }
 }
 
-TEST_CASE("a row has the same bits for every number of rows") {
-  Gpu gpu;
-  for (MatrixFormat format : kFormats) {
-    CAPTURE(static_cast<int>(format));
-    const std::vector<Part> parts = RandomParts({format}, {40}, 704);
-    REQUIRE(NumSlices(StoredFormat(format), 40, 704) >= 2);
-    // Two blocks, each of which adds its own slices.
-    const std::vector<float> x = RandomVector(70 * (704 + 3), 4);
-    const Outcome all = RunLinear(gpu, parts, x, {70, true, true});
-    for (int num_rows : {1, 8, 9, 17, 35}) {
-      const Outcome some = RunLinear(gpu, parts, x, {num_rows, true, true});
-      const auto length = static_cast<int64_t>(some.y.size());
-      CHECK(SameBits(some.y, {all.y.begin(), all.y.begin() + length}));
-    }
-  }
-}
-
 TEST_CASE("rounding x costs no more than documented" * doctest::test_suite("small")) {
   Gpu gpu;
   for (MatrixFormat format : {MatrixFormat::kBF16, MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
@@ -261,7 +279,7 @@ TEST_CASE("rounding x costs no more than documented" * doctest::test_suite("smal
     double norm = 0;
     for (int64_t r = 0; r < 4; ++r) {
       for (int64_t o = 0; o < 64; ++o) {
-        const double want = Product(parts[0].matrix, x.data() + r * 1024, o);
+        const double want = ExactAt(parts[0].matrix, x.data() + r * 1024, o).product;
         error += std::pow(got.y[static_cast<size_t>(r * 64 + o)] - want, 2);
         norm += want * want;
       }
@@ -281,7 +299,7 @@ TEST_CASE("products by the library agree with FP64") {
     const Call call = {512, true, true, 3};
     const std::vector<float> x = RandomVector(call.num_rows * (64 + call.pad), 7);
     // Weights with scales are rounded as well as x.
-    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, false, 2);
+    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, 2);
   }
   const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
   const std::vector<float> x = RandomVector(70 * (77 + 3), 7);
@@ -463,18 +481,6 @@ void CheckGrouped(Gpu& gpu, const Groups& groups, const std::vector<int>& sizes,
   }
 }
 
-TEST_CASE("rows grouped by expert have the same bits as single rows") {
-  Gpu gpu;
-  for (MatrixFormat format : kFormats) {
-    CAPTURE(static_cast<int>(format));
-    const Groups groups = MakeGroups(gpu, format, 5, 37, 96);
-    for (const std::vector<int>& sizes :
-         {std::vector<int>{1, 0, 1, 0, 2}, {0, 0, 3, 0, 0}, {0, 11, 1, 0, 8}, {2, 9, 1, 8, 0}}) {
-      CheckGrouped(gpu, groups, sizes, sizes[0] != 1);
-    }
-  }
-}
-
 TEST_CASE("many rows grouped by expert have the same bits as single rows" *
           doctest::test_suite("small")) {
   Gpu gpu;
@@ -509,41 +515,15 @@ TEST_CASE("an array of experts may change its weights") {
   CheckGrouped(gpu, groups, {1, 1, 1}, false);
 }
 
-TEST_CASE("embedding gives exactly the defined values") {
-  Gpu gpu;
-  for (MatrixFormat format : kFormats) {
-    CAPTURE(static_cast<int>(format));
-    for (int64_t cols : ColumnsOf(format)) {
-      const Matrix m = RandomMatrix(format, 50, cols, 5);
-      const std::vector<int32_t> ids = {0, 49, 8, 7, 16, 31, 40, 7};
-      const size_t size = ids.size() * static_cast<size_t>(cols);
-      std::vector<float> want(size);
-      for (size_t i = 0; i < ids.size(); ++i) {
-        DequantizeMatrixRow(m.source(), ids[i], want.data() + i * static_cast<size_t>(cols));
-      }
-      const auto table = CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), false);
-      const GpuArray<int32_t> ids_gpu(gpu.stream, ids);
-      const GpuArray<float> out(gpu.stream, std::vector<float>(size, kSentinel));
-      gpu.linear.Embed(gpu.ctx,
-                       {table.get(), ids_gpu.data(), out.data(), static_cast<int>(ids.size())});
-      CHECK(out.Read() == want);
-    }
-  }
-}
-
-TEST_CASE("matrices that cannot be packed are rejected") {
+TEST_CASE("a packed matrix has whole tiles, which are not packed again") {
   Gpu gpu;
   const Matrix m = RandomMatrix(MatrixFormat::kQ4_0, 4, 32, 1);
+  const auto packed = CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), false);
+  CHECK(packed->num_bytes() == 512 + 64);
+  CHECK(packed->packed_data() == nullptr);
   MatrixSource source = m.source();
   source.packed = true;
   CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, source, false), InvalidArgument);
-  source.packed = false;
-  source.cols = 31;
-  CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, source, false), InvalidArgument);
-  source.cols = 32;
-  const auto packed = CudaPackMatrix(gpu.memory, gpu.uploader, source, false);
-  CHECK(packed->packed_data() == nullptr);
-  CHECK(packed->num_bytes() == 512 + 64);
 }
 
 TEST_CASE("K-quants are packed only as FP32") {
