@@ -129,7 +129,7 @@ def run_suite(options: argparse.Namespace) -> None:
         loaded,
         baseline,
         file=file,
-        cpu=Cpu(options.num_threads, options.gemm_input_dtype == "int8"),
+        cpu=Cpu(options.num_threads, options.gemm_input_dtype),
         repeats=options.repeats or 5,
     )
     suite.run(workloads)
@@ -197,7 +197,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, help="default: 3; --suite: 5")
     add("--num-threads", type=int, default=threads)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
-    add("--gemm-input-dtype", choices=("int8",), help="round activations to 8 bits")
+    add("--gemm-input-dtype", choices=("int8", "bfloat16"), help="as of the engine")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
     add("--peak", help=argparse.SUPPRESS)
     group = parser.add_argument_group("suite")

@@ -155,10 +155,10 @@ def json_of(command: Sequence[str]) -> Any:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The threads of both engines, and whether our linear layers round activations to 8 bits."""
+    """The threads of both engines, and the type of activations in our linear layers."""
 
     threads: int
-    int8_activations: bool = False
+    gemm_input_dtype: str | None = None
 
 
 class Suite:
@@ -174,7 +174,7 @@ class Suite:
         repeats: int,
     ) -> None:
         self._loaded, self._baseline, self._file = loaded, baseline, file
-        self._threads, self._int8, self._repeats = cpu.threads, cpu.int8_activations, repeats
+        self._cpu, self._repeats = cpu, repeats
         self.model = Path(loaded.path).stem
 
     def run(self, workloads: Sequence[Workload]) -> None:
@@ -208,7 +208,13 @@ class Suite:
     def _engine(self, cell: Cell, mode: str) -> OurEngine:
         from lmdeploy import _turbomind
 
-        device = _turbomind.make_cpu_device(self._threads, int8_activations=self._int8)
+        device = _turbomind.make_device(
+            "cpu",
+            self._cpu.threads,
+            int8_activations=self._cpu.gemm_input_dtype == "int8",
+            deterministic=False,
+            bf16=self._cpu.gemm_input_dtype == "bfloat16",
+        )
         return OurEngine(self._loaded, device, cell=cell, mode=mode)
 
     def _require_baseline(self) -> Baseline:
@@ -268,7 +274,9 @@ class Suite:
                 "--steps",
                 str(workload.cell.steps),
             ]
-            return int(json_of([*command, "--num-threads", str(self._threads)])["peak_rss_bytes"])
+            return int(
+                json_of([*command, "--num-threads", str(self._cpu.threads)])["peak_rss_bytes"]
+            )
 
         peaks = {setting: peak("baseline", setting) for setting in MEMORY_SETTINGS}
         least = min(peaks, key=lambda setting: peaks[setting])

@@ -413,7 +413,12 @@ def packed_bytes(format: str, rows: int, cols: int) -> int:
     """Return the bytes of the tiles of one matrix; 0 for MXFP4."""
 
 def make_device(
-    name: str, num_threads: int, *, int8_activations: bool = False, deterministic: bool = True
+    name: str,
+    num_threads: int,
+    *,
+    int8_activations: bool = False,
+    deterministic: bool = True,
+    bf16: bool = False,
 ) -> Device:
     """Make a device that needs no other option, by its name in `--device`."""
 

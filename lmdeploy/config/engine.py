@@ -104,8 +104,9 @@ class TurbomindEngineConfig:
         dtype: type of everything that the cache does not quantize (default: auto, that of the
             weights). float32 doubles the memory of K and V without quantization.
         gemm_input_dtype: int8 rounds the activations that are multiplied with quantized matrices
-            to 8 bits (default: 16 bits, and less on AVX-512 and AMX unless deterministic). That is
-            faster and less accurate (docs/performance.md), and exists only on the CPU.
+            to 8 bits (default: 16 bits, and 12 on AVX-512 unless deterministic). That is faster and
+            less accurate (docs/performance.md). bfloat16 multiplies in BF16 on AMX, which no
+            machine has measured. Both exist only on the CPU.
         model_format: format that a checkpoint must have: hf, gguf, or a method such as awq
             (default: any). Checkpoints of other formats are rejected.
         devices: the index of the GPU (default: 0).
@@ -192,7 +193,12 @@ class TurbomindEngineConfig:
     dtype: Annotated[str, Option(choices=DTYPES, affects_kv="resolved")] = "auto"
     gemm_input_dtype: Annotated[
         str | None,
-        Option(choices=("int8",), wanted="int8 or None", metavar="TYPE", affects_kv="value"),
+        Option(
+            choices=("int8", "bfloat16"),
+            wanted="int8, bfloat16 or None",
+            metavar="TYPE",
+            affects_kv="value",
+        ),
     ] = None
     model_format: str | None = None
     tp: Annotated[int, _ONE_DEVICE] = 1
@@ -308,11 +314,14 @@ class TurbomindEngineConfig:
         if self.exact and self.needs_cuda:
             reason = "is not supported on CUDA. Remove --exact or use --device cpu."
             raise OptionError("exact", reason)
-        if self.int8_activations and self.needs_cuda:
+        if self.gemm_input_dtype is not None and self.needs_cuda:
             reason = "is not supported on CUDA. Remove --gemm-input-dtype or use --device cpu."
             raise OptionError("gemm_input_dtype", reason)
-        if self.int8_activations and self.exact:
+        if self.gemm_input_dtype is not None and self.exact:
             reason = "cannot be used with exact. Remove --gemm-input-dtype or --exact."
+            raise OptionError("gemm_input_dtype", reason)
+        if self.gemm_input_dtype == "bfloat16" and self.deterministic:
+            reason = "cannot be bfloat16 with deterministic. Remove one of them."
             raise OptionError("gemm_input_dtype", reason)
 
     @property

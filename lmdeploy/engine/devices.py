@@ -65,10 +65,8 @@ def open_device(config: TurbomindEngineConfig) -> Device:
         try:
             if config.exact:
                 raise ValueError("CUDA is not used: exact is supported only on the CPU.")
-            if config.int8_activations:
-                raise ValueError(
-                    "CUDA is not used: int8 activations are supported only on the CPU."
-                )
+            if config.gemm_input_dtype is not None:
+                raise ValueError("CUDA is not used: gemm_input_dtype is supported only on the CPU.")
             threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
             return _turbomind.make_cuda_device(
                 gpu,
@@ -88,4 +86,5 @@ def open_device(config: TurbomindEngineConfig) -> Device:
         config.num_threads or usable_cores(),
         int8_activations=config.int8_activations,
         deterministic=config.deterministic or config.exact,
+        bf16=config.gemm_input_dtype == "bfloat16",
     )

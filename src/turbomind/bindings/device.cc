@@ -66,17 +66,21 @@ void DefDevices(py::module_& m) {
       "make_cpu_device",
       [](int num_threads, const std::string& isa, bool int8_activations, bool deterministic) {
         return std::shared_ptr<Device>(
-            MakeCpuDevice(num_threads, isa, {int8_activations, deterministic}));
+            MakeCpuDevice(num_threads, isa,
+                          {.int8_activations = int8_activations, .deterministic = deterministic}));
       },
       py::arg("num_threads"), py::arg("isa") = "", py::kw_only(),
       py::arg("int8_activations") = false, py::arg("deterministic") = true);
   m.def(
       "make_device",
-      [](const std::string& name, int num_threads, bool int8_activations, bool deterministic) {
-        return MakeDevice(name, num_threads, {int8_activations, deterministic});
+      [](const std::string& name, int num_threads, bool int8_activations, bool deterministic,
+         bool bf16) {
+        return MakeDevice(
+            name, num_threads,
+            {.int8_activations = int8_activations, .deterministic = deterministic, .bf16 = bf16});
       },
       py::arg("name"), py::arg("num_threads"), py::kw_only(), py::arg("int8_activations") = false,
-      py::arg("deterministic") = true);
+      py::arg("deterministic") = true, py::arg("bf16") = false);
   m.def("available_cpu_isas", &AvailableCpuIsas);
 
   py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")

@@ -55,8 +55,7 @@ std::vector<Int12Row> PackRows(MatrixFormat format, const std::vector<float>& x)
   avx512::FillDenseKernels(kernels);
   avx512::FillInt12Kernels(kernels);
   const auto rows = static_cast<int>(x.size()) / 32;
-  std::vector<uint8_t> panel(
-      static_cast<size_t>(kernels.plan_panels(format, 32, rows).bytes));
+  std::vector<uint8_t> panel(static_cast<size_t>(kernels.plan_panels(format, 32, rows).bytes));
   PackPanelArgs args;
   args.format = format;
   args.x = x.data();

@@ -35,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("value", ["fp8", "", "INT8", 8, True, ["int8"], np.array(["int8"])])
 def test_other_values_are_rejected(value: Any) -> None:
-    message = r"gemm_input_dtype is .*\. It must be int8 or None \(--gemm-input-dtype\)"
+    message = r"gemm_input_dtype is .*\. It must be int8, bfloat16 or None \(--gemm-input-dtype\)"
     with pytest.raises(ValueError, match=message):
         TurbomindEngineConfig(gemm_input_dtype=value)
 
@@ -98,8 +98,20 @@ def test_deterministic_and_exact_engines_keep_16_bits(option: str) -> None:
     assert kept.gemm_input_dtype == "int16"
     default = devices.open_device(config)
     isa = os.environ.get("LMDEPLOY_CPU_ISA") or _turbomind.available_cpu_isas()[-1]
-    expected = {"amx": "bfloat16", "avx512": "int12"}.get(isa, "int16")
-    assert default.gemm_input_dtype == expected
+    assert default.gemm_input_dtype == ("int12" if isa == "avx512" else "int16")
+
+
+def test_bf16_needs_amx_and_must_be_wanted() -> None:
+    config = TurbomindEngineConfig(device_type="cpu", num_threads=1, gemm_input_dtype="bfloat16")
+    isa = os.environ.get("LMDEPLOY_CPU_ISA") or _turbomind.available_cpu_isas()[-1]
+    if isa == "amx":
+        assert devices.open_device(config).gemm_input_dtype == "bfloat16"
+    else:
+        with pytest.raises(ValueError, match=f"BF16 needs AMX.* This device uses {isa}"):
+            devices.open_device(config)
+    for other in ("deterministic", "exact"):
+        with pytest.raises(ValueError, match="gemm_input_dtype cannot be"):
+            dataclasses.replace(config, **{other: True})
 
 
 def test_a_store_of_blocks_separates_them(llama: Path) -> None:

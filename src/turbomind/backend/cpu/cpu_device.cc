@@ -50,8 +50,9 @@ class CpuDevice final : public Device {
       : pool_(num_threads), isa_(std::move(isa)), options_(options) {
     if (isa_ == "amx") {
       FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
-      if (is_free()) {
+      if (options_.bf16) {
         amx::FillBf16Kernels(dense_);
+        amx::FillBf16KvKernels(kv_);
       }
     } else if (isa_ == "avx512") {
       FillWith(avx512::FillDenseKernels, avx512::FillInt8Kernels, avx512::FillKvKernels);
@@ -62,9 +63,6 @@ class CpuDevice final : public Device {
       FillWith(avx2::FillDenseKernels, avx2::FillInt8Kernels, avx2::FillKvKernels);
     } else {
       FillWith(scalar::FillDenseKernels, scalar::FillInt8Kernels, scalar::FillKvKernels);
-    }
-    if (isa_ == "amx" && !options_.deterministic) {
-      amx::FillBf16KvKernels(kv_);
     }
   }
 
@@ -85,9 +83,7 @@ class CpuDevice final : public Device {
     if (options_.int8_activations) {
       return "int8";
     }
-    return is_free() && isa_ == "avx512" ? "int12"
-           : is_free() && isa_ == "amx"  ? "bfloat16"
-                                         : "int16";
+    return is_free() && isa_ == "avx512" ? "int12" : options_.bf16 ? "bfloat16" : "int16";
   }
 
   void* Reserve(size_t num_bytes) override { return ReservePages(num_bytes); }
@@ -197,7 +193,14 @@ std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa,
     throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
                           ". It must be from 1 to " + std::to_string(kMaxThreads));
   }
-  return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa), options);
+  std::string resolved = ResolveIsa(isa);
+  if (options.bf16 && (resolved != "amx" || options.deterministic || options.int8_activations)) {
+    throw InvalidArgument(
+        "Arithmetic in BF16 needs AMX, no int8 activations, and deterministic off. This device "
+        "uses " +
+        resolved + ".");
+  }
+  return std::make_unique<CpuDevice>(num_threads, std::move(resolved), options);
 }
 
 }  // namespace turbomind
