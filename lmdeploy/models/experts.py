@@ -123,9 +123,13 @@ def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
 
 
 def expert_width(config: ConfigReader) -> int:
-    """Return `intermediate_size`, or `moe_intermediate_size` if there is one."""
-    width = config.integer("intermediate_size", high=MAX_WIDTH)
-    return config.integer("moe_intermediate_size", default=width, high=MAX_WIDTH)
+    """Return `intermediate_size`, or the width that a GGUF file gives its experts alone.
+
+    transformers ignores `moe_intermediate_size` in these families.
+    """
+    key = "moe_intermediate_size"
+    is_gguf = config.name(key) != key
+    return config.integer(key if is_gguf else "intermediate_size", high=MAX_WIDTH)
 
 
 def _num_experts(config: ConfigReader) -> int:

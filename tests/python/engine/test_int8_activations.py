@@ -69,7 +69,7 @@ def test_device_auto_uses_the_cpu_and_logs_why(caplog: pytest.LogCaptureFixture)
         opened = devices.open_device(INT8)
     assert opened.name.endswith(", 1 thread, int8 activations)")
     (record,) = caplog.records
-    assert "int8 activations are supported only on the CPU" in record.getMessage()
+    assert "gemm_input_dtype is supported only on the CPU" in record.getMessage()
 
 
 def test_start_lines_and_dry_run_say_so(llama: Path) -> None:
