@@ -32,6 +32,7 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             "cmake",
+            "--fresh",  # an earlier build has remembered a ninja that pip has deleted
             "-S",
             str(ROOT),
             "-B",
