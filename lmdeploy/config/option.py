@@ -45,7 +45,7 @@ _ENTRY = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.M)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What the type and the default of a field do not say.
+    """Says what the type and the default of a field leave open.
 
     Args:
         low, high: smallest and largest number. `high` also limits the items of a list.

@@ -222,13 +222,13 @@ def bad_sequences(config: GenerationConfig, tokenizer: Tokenizer) -> list[list[i
 def salt_bytes(salt: str | None, *, long_rope: bool = False) -> bytes:
     """Return the 16 bytes of a salt in the prefix cache. None becomes zeros.
 
-    Keys with the long factors of longrope have salts of their own.
+    Keys with the long factors of longrope have salts of their own, which no text can have, because
+    a text in UTF-8 has no byte FF.
     """
-    if salt is None and not long_rope:
-        return bytes(16)
-    text = "" if salt is None else salt
-    prefix = b"long factors " if long_rope else b""
-    return hashlib.sha256(prefix + text.encode("utf-8", "surrogatepass")).digest()[:16]
+    short = bytes(16)
+    if salt is not None:
+        short = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
+    return hashlib.sha256(b"\xff" + short).digest()[:16] if long_rope else short
 
 
 def is_constrained(config: GenerationConfig) -> bool:

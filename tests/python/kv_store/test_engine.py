@@ -14,6 +14,7 @@ from tiny_families import FAMILY_MODELS
 from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
+from lmdeploy.engine.request import salt_bytes
 from lmdeploy.kv_store.blocks import KvBlocks
 from lmdeploy.response import Response, join_pieces
 from lmdeploy.serve.metrics import ServerMetrics
@@ -209,3 +210,9 @@ def test_a_store_that_is_away_costs_only_the_hits(
 def test_wrong_options_of_the_store_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         TurbomindEngineConfig(**options)
+
+
+def test_no_text_has_the_salt_of_long_factors() -> None:
+    salts = [salt_bytes(salt) for salt in (None, "", "a", "long factors ", "long factors a")]
+    salts += [salt_bytes(salt, long_rope=True) for salt in (None, "", "a")]
+    assert len(set(salts)) == len(salts) and {len(salt) for salt in salts} == {16}
