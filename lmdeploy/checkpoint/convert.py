@@ -37,8 +37,9 @@ WEIGHT_CACHE_VERSION = 3
 # The engine computes these formats as stored. Formats in REPACKED and _ROUNDED keep about as many
 # bits as in the file, and the others become BF16. With `exact`, all but _RAW_FORMATS become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
-# These and NVFP4 are computed as stored by devices with kernels for them, and converted for others.
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+# Devices with all formats compute these as stored. They are converted for others.
+_AS_STORED = (*K_QUANTS, "NVFP4")
 _ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K", "NVFP4")  # become Q8_0
 # Formats that the engine reads from the mapped file, or as they are if rows are reordered.
 MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
@@ -47,8 +48,7 @@ _CHUNK_VALUES = 1 << 20
 
 def for_device(checkpoint: Checkpoint, capability: DeviceCapability) -> Checkpoint:
     """Return the checkpoint with `as_stored` set where the device computes a format as it is."""
-    kept: tuple[str, ...] = K_QUANTS if capability.has_k_quants else ()
-    kept += ("NVFP4",) if capability.has_nvfp4 else ()
+    kept = _AS_STORED if capability.has_all_formats else ()
 
     def is_kept(planned: PlannedTensor) -> bool:
         kind = planned.tensor.format

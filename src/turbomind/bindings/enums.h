@@ -10,7 +10,7 @@
 #include "turbomind/core/check.h"
 #include "turbomind/core/dtype.h"
 #include "turbomind/kv/kv_format.h"
-#include "turbomind/ops/params.h"
+#include "turbomind/ops/matrix_format.h"
 
 namespace turbomind {
 
@@ -25,17 +25,19 @@ constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
                                              {DataType::kFloat16, "float16"},
                                              {DataType::kBFloat16, "bfloat16"}};
 
-constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"},
-                                                     {MatrixFormat::kBF16, "bf16"},
-                                                     {MatrixFormat::kQ4_0, "q4_0"},
-                                                     {MatrixFormat::kQ4_1, "q4_1"},
-                                                     {MatrixFormat::kQ8_0, "q8_0"},
-                                                     {MatrixFormat::kMxfp4, "mxfp4"},
-                                                     {MatrixFormat::kMxfp4Split, "mxfp4_split"},
-                                                     {MatrixFormat::kQ4_K, "q4_k"},
-                                                     {MatrixFormat::kQ5_K, "q5_k"},
-                                                     {MatrixFormat::kQ6_K, "q6_k"},
-                                                     {MatrixFormat::kNvfp4, "nvfp4"}};
+// The names of the table of formats.
+struct MatrixFormatNames {
+  EnumName<MatrixFormat> of[kNumMatrixFormats];
+};
+constexpr MatrixFormatNames kMatrixFormatNames = [] {
+  MatrixFormatNames names = {};
+  for (int i = 0; i < kNumMatrixFormats; ++i) {
+    const auto format = static_cast<MatrixFormat>(i);
+    names.of[i] = {format, InfoOf(format).name};
+  }
+  return names;
+}();
+constexpr auto& kMatrixFormats = kMatrixFormatNames.of;
 
 template <class E, size_t N>
 E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {

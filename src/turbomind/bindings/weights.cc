@@ -22,16 +22,11 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
-bool IsInBlocks(MatrixFormat format) {
-  return format != MatrixFormat::kF32 && format != MatrixFormat::kBF16;
-}
-
 // Returns the bytes of `values` values, without separate scales. REQUIRES: block formats have whole
 // blocks.
 int64_t SourceBytes(MatrixFormat format, int64_t values) {
-  const int64_t block_bytes = SourceBlockBytes(format);
-  return IsInBlocks(format) ? values / SourceBlockCols(format) * block_bytes
-                            : values * (block_bytes / kQuantBlock);
+  return IsFloat(format) ? values * InfoOf(format).bits / 8
+                         : values / SourceBlockCols(format) * SourceBlockBytes(format);
 }
 
 void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, int64_t cols) {
@@ -40,7 +35,7 @@ void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, in
     throw InvalidArgument(what + " has shape [" + std::to_string(rows) + ", " +
                           std::to_string(cols) + "], but sizes must be 1 to 2^30.");
   }
-  if (const int block = SourceBlockCols(format); IsInBlocks(format) && cols % block != 0) {
+  if (const int block = SourceBlockCols(format); !IsFloat(format) && cols % block != 0) {
     throw InvalidArgument(what + " has " + std::to_string(cols) + " columns, but " +
                           Name(kMatrixFormats, format) + " needs a multiple of " +
                           std::to_string(block) + ".");
@@ -101,7 +96,7 @@ struct PyWeightsBuilder {
     const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
     const std::string what = "matrix " + name;
     RequireShape(what, format, rows, cols);
-    const bool in_blocks = IsInBlocks(format);
+    const bool in_blocks = !IsFloat(format);
     const bool is_f32 = format == MatrixFormat::kF32;
     RequireArray(what, data, is_f32 ? 'f' : 'u', is_f32 ? 4 : in_blocks ? 1 : 2);
     RequireBytes(what + " (" + format_name + ")", data, SourceBytes(format, rows * cols));

@@ -39,11 +39,9 @@ struct DeviceCapability {
   bool reads_mapped_files = true;
   // The device computes in FP32 if the option `exact` asks for it.
   bool has_fp32 = true;
-  // The ops compute GGUF's K-quants without converting them. If false, the loader converts them to
-  // other formats and PackMatrix refuses them. A CPU has them, except for AVX-512 and AMX with
-  // activations of 8 bits.
-  bool has_k_quants = false;
-  bool has_nvfp4 = false;  // the same for NVFP4
+  // The ops compute every MatrixFormat as it is. If false, the loader converts K-quants and NVFP4 to
+  // other formats, and PackMatrix refuses them.
+  bool has_all_formats = false;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
   // n-gram drafts are on unless the options turn them off: StepCost describes what they cost.

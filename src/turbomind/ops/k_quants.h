@@ -8,8 +8,7 @@
 
 #include <cstdint>
 
-#include "turbomind/core/host_device.h"
-#include "turbomind/ops/params.h"
+#include "turbomind/ops/matrix_format.h"
 
 namespace turbomind {
 
@@ -23,11 +22,6 @@ struct SuperBlock {
   uint8_t minima[8] = {};  // 0 to 63
   uint8_t codes[kSuperBlock] = {};
 };
-
-// Returns the bytes of a super-block in a checkpoint. REQUIRES: IsKQuant(format).
-TM_HD constexpr int SuperBlockBytes(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_K ? 144 : format == MatrixFormat::kQ5_K ? 176 : 210;
-}
 
 // Unpacks a super-block of a checkpoint. REQUIRES: IsKQuant(format).
 SuperBlock UnpackSuperBlock(MatrixFormat format, const uint8_t* bytes);

@@ -1,6 +1,5 @@
 #include "turbomind/ops/matrix_source.h"
 
-#include <cstring>
 #include <string>
 
 #include "turbomind/core/check.h"
@@ -12,22 +11,72 @@ namespace {
 
 float ReadHalf(const uint8_t* p) { return LoadAs(p, DataType::kFloat16, 0); }
 
-void DequantizeMxfp4Row(const MatrixSource& source, int64_t row, float* out) {
-  const bool split = source.format == MatrixFormat::kMxfp4Split;
-  const int64_t blocks = source.cols / kQuantBlock;
-  const uint8_t* block = SourceRow(source, row);
-  for (int64_t b = 0; b < blocks; ++b, block += SourceBlockBytes(source.format)) {
-    const uint8_t exponent =
-        split ? static_cast<const uint8_t*>(source.scales)[row * blocks + b] : block[0];
-    const uint8_t* codes = split ? block : block + 1;
-    const float scale = E8M0ToFloat(exponent);
-    for (int j = 0; j < kQuantBlock / 2; ++j) {
-      float* pair = out + b * kQuantBlock + (split ? 2 * j : j);
-      pair[0] = E2M1ToFloat(codes[j] & 0x0f) * scale;
-      pair[split ? 1 : 16] = E2M1ToFloat(codes[j] >> 4) * scale;
+// Dequantizes rows of a family of formats.
+template <MatrixFamily family>
+struct RowCodec;
+
+template <>
+struct RowCodec<MatrixFamily::kFloat> {
+  static void Dequantize(const MatrixSource& source, const uint8_t* data, int64_t /*row*/,
+                         float* out) {
+    const bool is_f32 = source.format == MatrixFormat::kF32;
+    for (int64_t c = 0; c < source.cols; ++c) {
+      out[c] = LoadAs(data, is_f32 ? DataType::kFloat32 : DataType::kBFloat16, static_cast<int>(c));
     }
   }
-}
+};
+
+template <>
+struct RowCodec<MatrixFamily::kQuant> {
+  static void Dequantize(const MatrixSource& source, const uint8_t* data, int64_t /*row*/,
+                         float* out) {
+    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
+      DequantizeBlock(source.format, data, out + c);
+      data += SourceBlockBytes(source.format);
+    }
+  }
+};
+
+template <>
+struct RowCodec<MatrixFamily::kMxfp4> {
+  static void Dequantize(const MatrixSource& source, const uint8_t* block, int64_t row,
+                         float* out) {
+    const bool split = source.format == MatrixFormat::kMxfp4Split;
+    const int64_t blocks = source.cols / kQuantBlock;
+    for (int64_t b = 0; b < blocks; ++b, block += SourceBlockBytes(source.format)) {
+      const uint8_t exponent =
+          split ? static_cast<const uint8_t*>(source.scales)[row * blocks + b] : block[0];
+      const uint8_t* codes = split ? block : block + 1;
+      const float scale = E8M0ToFloat(exponent);
+      for (int j = 0; j < kQuantBlock / 2; ++j) {
+        float* pair = out + b * kQuantBlock + (split ? 2 * j : j);
+        pair[0] = E2M1ToFloat(codes[j] & 0x0f) * scale;
+        pair[split ? 1 : 16] = E2M1ToFloat(codes[j] >> 4) * scale;
+      }
+    }
+  }
+};
+
+template <>
+struct RowCodec<MatrixFamily::kKQuant> {
+  static void Dequantize(const MatrixSource& source, const uint8_t* data, int64_t /*row*/,
+                         float* out) {
+    for (int64_t c = 0; c < source.cols; c += kSuperBlock) {
+      DequantizeSuperBlock(source.format, UnpackSuperBlock(source.format, data), out + c);
+      data += SourceBlockBytes(source.format);
+    }
+  }
+};
+
+template <>
+struct RowCodec<MatrixFamily::kNvfp4> {
+  static void Dequantize(const MatrixSource& source, const uint8_t* data, int64_t /*row*/,
+                         float* out) {
+    for (int64_t c = 0; c < source.cols; c += kNvBlock, data += kNvBlockBytes) {
+      DequantizeNvBlock(data, source.factor, out + c);
+    }
+  }
+};
 
 // Throws InvalidArgument for a factor of another format, and for one with which the largest value,
 // 6 * 480, is not finite.
@@ -43,39 +92,13 @@ void CheckFactor(const MatrixSource& source) {
 
 }  // namespace
 
-int64_t SourceBlockBytes(MatrixFormat format) {
-  switch (format) {
-    case MatrixFormat::kF32:
-      return 4 * kQuantBlock;
-    case MatrixFormat::kBF16:
-      return 2 * kQuantBlock;
-    case MatrixFormat::kQ4_0:
-      return 2 + 16;
-    case MatrixFormat::kQ4_1:
-      return 4 + 16;
-    case MatrixFormat::kQ8_0:
-      return 2 + 32;
-    case MatrixFormat::kMxfp4:
-      return 1 + 16;
-    case MatrixFormat::kMxfp4Split:
-      return 16;
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-      return SuperBlockBytes(format);
-    case MatrixFormat::kNvfp4:
-      return kNvBlockBytes;
-  }
-  return 0;
-}
-
 const uint8_t* SourceRow(const MatrixSource& source, int64_t row) {
   const auto* data = static_cast<const uint8_t*>(source.data);
-  if (source.format == MatrixFormat::kF32 || source.format == MatrixFormat::kBF16) {
-    return data + row * source.cols * (source.format == MatrixFormat::kF32 ? 4 : 2);
+  const MatrixFormatInfo info = InfoOf(source.format);
+  if (info.family == MatrixFamily::kFloat) {
+    return data + row * source.cols * info.bits / 8;
   }
-  return data +
-         row * (source.cols / SourceBlockCols(source.format)) * SourceBlockBytes(source.format);
+  return data + row * (source.cols / info.block_cols) * info.block_bytes;
 }
 
 void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
@@ -102,18 +125,11 @@ void CheckMatrixSource(const MatrixSource& source) {
     throw InvalidArgument("A matrix has shape " + shape +
                           ". It must have at least one row and one column.");
   }
-  if ((IsQuantized(source.format) || IsMxfp4(source.format)) && source.cols % kQuantBlock != 0) {
-    throw InvalidArgument(
-        "A quantized matrix has shape " + shape +
-        ". The number of columns must be a multiple of 32; expand the matrix to BF16.");
-  }
-  if (IsKQuant(source.format) && source.cols % kSuperBlock != 0) {
-    throw InvalidArgument("A matrix in a K-quant has shape " + shape +
-                          ". The number of columns must be a multiple of 256.");
-  }
-  if (source.format == MatrixFormat::kNvfp4 && source.cols % kNvBlock != 0) {
-    throw InvalidArgument("A matrix in NVFP4 has shape " + shape +
-                          ". The number of columns must be a multiple of 64.");
+  const MatrixFormatInfo info = InfoOf(source.format);
+  if (info.family != MatrixFamily::kFloat && source.cols % info.block_cols != 0) {
+    throw InvalidArgument("A matrix in " + std::string(info.name) + " has shape " + shape +
+                          ". The number of columns must be a multiple of " +
+                          std::to_string(info.block_cols) + ".");
   }
   CheckFactor(source);
   if (source.packed && IsMxfp4(source.format)) {
@@ -123,37 +139,14 @@ void CheckMatrixSource(const MatrixSource& source) {
   if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
     throw InvalidArgument("A matrix of " + shape +
                           " has wrong scales. The split form of MXFP4 needs separate scales; other "
-                          "formats must not have them." +
-                          "MXFP4, with it alone");
+                          "formats must not have them.");
   }
 }
 
 void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
-  const uint8_t* data = SourceRow(source, row);
-  if (source.format == MatrixFormat::kF32) {
-    std::memcpy(out, data, static_cast<size_t>(source.cols) * sizeof(float));
-  } else if (source.format == MatrixFormat::kBF16) {
-    for (int64_t c = 0; c < source.cols; ++c) {
-      out[c] = LoadAs(data, DataType::kBFloat16, static_cast<int>(c));
-    }
-  } else if (IsMxfp4(source.format)) {
-    DequantizeMxfp4Row(source, row, out);
-  } else if (IsKQuant(source.format)) {
-    for (int64_t c = 0; c < source.cols; c += kSuperBlock) {
-      const SuperBlock block = UnpackSuperBlock(source.format, data);
-      DequantizeSuperBlock(source.format, block, out + c);
-      data += SuperBlockBytes(source.format);
-    }
-  } else if (source.format == MatrixFormat::kNvfp4) {
-    for (int64_t c = 0; c < source.cols; c += kNvBlock, data += kNvBlockBytes) {
-      DequantizeNvBlock(data, source.factor, out + c);
-    }
-  } else {
-    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
-      DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
-                      out + c);
-    }
-  }
+  DispatchMatrix(source.format, [&]<MatrixFormat F>() {
+    RowCodec<InfoOf(F).family>::Dequantize(source, SourceRow(source, row), row, out);
+  });
 }
 
 }  // namespace turbomind

@@ -11,6 +11,7 @@
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
 #include "turbomind/ops/fast_bias.h"
+#include "turbomind/ops/matrix_format.h"
 
 namespace turbomind {
 
@@ -163,38 +164,6 @@ struct AttentionParams {
 
 inline constexpr int kTileTokens = 64;
 inline constexpr int kSplitTokens = 256;
-
-// The storage format of a matrix in a checkpoint. The loader expands GGUF's other types.
-//   kMxfp4       GGUF's blocks of 17 bytes: E8M0 exponent e, then 16 bytes; byte j holds value j
-//                (low nibble) and 16 + j (high nibble)
-//   kMxfp4Split  Hugging Face's form: codes [rows, cols / 2], byte j of a row holds values 2j (low)
-//                and 2j + 1 (high); separate exponents [rows, cols / 32]
-// An MXFP4 value is E2M1(code) * 2^(e - 127); e = 255 is NaN; cols is a multiple of 32.
-// kQ4_K, kQ5_K and kQ6_K are GGUF's K-quants, super-blocks of 256 values (ops/k_quants.h); cols is
-// a multiple of 256. kNvfp4 has GGUF's blocks of 64 values (ops/nvfp4.h); cols is a multiple of 64.
-// A device without kernels for such a format (DeviceCapability) rejects it.
-enum class MatrixFormat : uint8_t {
-  kF32,
-  kBF16,
-  kQ4_0,
-  kQ4_1,
-  kQ8_0,
-  kMxfp4,
-  kMxfp4Split,
-  kQ4_K,
-  kQ5_K,
-  kQ6_K,
-  kNvfp4
-};
-
-TM_HD constexpr bool IsMxfp4(MatrixFormat format) {
-  return format == MatrixFormat::kMxfp4 || format == MatrixFormat::kMxfp4Split;
-}
-
-TM_HD constexpr bool IsKQuant(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_K || format == MatrixFormat::kQ5_K ||
-         format == MatrixFormat::kQ6_K;
-}
 
 // One matrix as stored in the checkpoint: [rows, cols]; rows are outputs.
 struct MatrixSource {

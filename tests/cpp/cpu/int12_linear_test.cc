@@ -52,10 +52,10 @@ V ReadAt(const uint8_t* p) {
 // Packs rows of 32 columns as one panel.
 std::vector<Int12Row> PackRows(MatrixFormat format, const std::vector<float>& x) {
   CpuDenseKernels kernels;
-  avx512::FillDenseKernels(kernels);
   avx512::FillInt12Kernels(kernels);
   const auto rows = static_cast<int>(x.size()) / 32;
-  std::vector<uint8_t> panel(static_cast<size_t>(kernels.plan_panels(format, 32, rows).bytes));
+  std::vector<uint8_t> panel(
+      static_cast<size_t>(kernels.coarse.plan_panels(format, 32, rows).bytes));
   PackPanelArgs args;
   args.format = format;
   args.x = x.data();
@@ -64,7 +64,7 @@ std::vector<Int12Row> PackRows(MatrixFormat format, const std::vector<float>& x)
   args.all_rows = rows;
   args.cols = 32;
   args.panel = panel.data();
-  kernels.pack_panel(args);
+  kernels.coarse.pack_panel(args);
   std::vector<Int12Row> packed(static_cast<size_t>(rows));
   for (int r = 0; r < rows; ++r) {
     Int12Row& row = packed[static_cast<size_t>(r)];

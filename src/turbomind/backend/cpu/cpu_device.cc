@@ -68,8 +68,7 @@ class CpuDevice final : public Device {
 
   DeviceCapability capability() const override {
     DeviceCapability capability;
-    capability.has_k_quants = true;
-    capability.has_nvfp4 = true;
+    capability.has_all_formats = true;
     return capability;
   }
 

@@ -39,8 +39,16 @@ CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
   return plan;
 }
 
+const LinearKernels& KernelsFor(const CpuDenseKernels& all, MatrixFormat format, int num_rows) {
+  const LinearKernels& coarse = all.coarse;
+  const bool is_coarse =
+      coarse.multiply != nullptr && num_rows >= coarse.min_rows && coarse.computes(format);
+  return is_coarse ? coarse : all.linear;
+}
+
 void CutRows(const CpuDenseKernels& kernels, CpuLinearPlan& plan) {
-  plan.panel = kernels.plan_panels(plan.weight->format, plan.weight->cols, plan.num_rows);
+  plan.kernels = &KernelsFor(kernels, plan.weight->format, plan.num_rows);
+  plan.panel = plan.kernels->plan_panels(plan.weight->format, plan.weight->cols, plan.num_rows);
   plan.panel.panels_per_block = std::min(plan.panel.panels_per_block, NumPanels(plan));
   plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panel.panels_per_block);
 }
@@ -80,8 +88,8 @@ Totals PlanItems(const CpuDenseKernels& kernels, const LinearCall& call, int num
     plan.num_tile_groups = CeilDiv(num_tiles, plan.tiles_per_item);
     plan.first_item = totals.items;
     totals.items += plan.num_row_blocks * plan.num_tile_groups;
-    totals.tile_scratch = std::max(totals.tile_scratch,
-                                   kernels.scratch_bytes(plan.weight->format, plan.weight->cols));
+    totals.tile_scratch = std::max(
+        totals.tile_scratch, plan.kernels->scratch_bytes(plan.weight->format, plan.weight->cols));
     if (SharesPanels(plans, i)) {
       plan.panels = plans[i - 1].panels;
       plan.first_panel = plans[i - 1].first_panel;
@@ -105,8 +113,7 @@ const CpuLinearPlan& FindPlan(const std::vector<CpuLinearPlan>& plans,
   return *(after - 1);
 }
 
-void PackOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearScratch& scratch,
-             int64_t index) {
+void PackOne(const LinearCall& call, CpuLinearScratch& scratch, int64_t index) {
   const CpuLinearPlan& plan = FindPlan(scratch.plans, &CpuLinearPlan::first_panel, index);
   const int64_t panel = index - plan.first_panel;
   const int64_t first_row = plan.first_row + panel * plan.panel.rows;
@@ -120,11 +127,10 @@ void PackOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearSc
   args.all_rows = plan.num_rows;
   args.cols = plan.weight->cols;
   args.panel = scratch.panels.data() + plan.panels + panel * plan.panel.bytes;
-  kernels.pack_panel(args);
+  plan.kernels->pack_panel(args);
 }
 
-void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearScratch& scratch,
-                 int64_t index, int worker) {
+void MultiplyOne(const LinearCall& call, CpuLinearScratch& scratch, int64_t index, int worker) {
   const CpuLinearPlan& plan = FindPlan(scratch.plans, &CpuLinearPlan::first_item, index);
   const CpuMatrix& weight = *plan.weight;
   const int64_t item = index - plan.first_item;
@@ -148,7 +154,7 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
   args.y = call.y + (plan.first_row + first_row) * call.y_stride + plan.first_output + first_output;
   args.y_stride = call.y_stride;
   args.accumulate = call.accumulate;
-  kernels.multiply(args);
+  plan.kernels->multiply(args);
 }
 
 // Computes all products of scratch.plans.
@@ -164,12 +170,10 @@ void Run(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scr
   const int64_t values = totals.rows * scratch.plans.front().weight->cols;
   ForRows(pool, static_cast<int>(totals.panels), values / totals.panels, [&](int begin, int end) {
     for (int panel = begin; panel < end; ++panel) {
-      PackOne(kernels, call, scratch, panel);
+      PackOne(call, scratch, panel);
     }
   });
-  const auto run = [&](int64_t item, int worker) {
-    MultiplyOne(kernels, call, scratch, item, worker);
-  };
+  const auto run = [&](int64_t item, int worker) { MultiplyOne(call, scratch, item, worker); };
   if (totals.items == 1) {
     run(0, 0);
   } else {

@@ -17,6 +17,7 @@ namespace turbomind {
 // The split of one weight's work: row blocks that stay in L2, times groups of tiles.
 struct CpuLinearPlan {
   const CpuMatrix* weight = nullptr;
+  const LinearKernels* kernels = nullptr;
   const float* bias = nullptr;
   int64_t first_row = 0;  // row of y
   int num_rows = 0;

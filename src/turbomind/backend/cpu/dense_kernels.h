@@ -54,17 +54,25 @@ struct MultiplyArgs {
   bool accumulate = false;
 };
 
-// FillDenseKernels sets all members. FillInt8Kernels then replaces those of linear layers by
-// kernels for activations of 8 bits, FillInt12Kernels by those for 12 bits. FillBf16Kernels
-// replaces them by kernels that multiply weights and activations rounded to BF16 if a weight has
-// many rows in a step (isa/amx/bf16_linear.h), and by those of FillDenseKernels otherwise.
-struct CpuDenseKernels {
+// The kernels of linear layers with one kind of activations.
+struct LinearKernels {
+  bool (*computes)(MatrixFormat format) = nullptr;  // null: every format
+  int min_rows = 1;                                 // that a weight must have in a step
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
   // Plans the panels of `all_rows` rows. More panels in a block than there are mean all of them.
   PanelPlan (*plan_panels)(MatrixFormat format, int64_t cols, int all_rows) = nullptr;
   void (*multiply)(const MultiplyArgs&) = nullptr;
   // Returns the size of MultiplyArgs::scratch.
   int64_t (*scratch_bytes)(MatrixFormat format, int64_t cols) = nullptr;
+};
+
+// FillDenseKernels sets all members but `coarse`, which these set:
+//   FillInt8Kernels   activations of 8 bits
+//   FillInt12Kernels  activations of 12 bits, for AVX-512
+//   FillBf16Kernels   weights and activations rounded to BF16 (isa/amx/bf16_linear.h)
+struct CpuDenseKernels {
+  LinearKernels coarse;  // first choice for the formats and numbers of rows that it computes
+  LinearKernels linear;  // the exact codes of every format, with activations of 16 bits
   // Compute one row of the op.
   void (*norm)(const NormParams& params, int64_t row) = nullptr;
   void (*gated_activation)(const GatedActivationParams& params, int64_t row) = nullptr;

@@ -108,7 +108,7 @@ void PackKQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* t
       PackCodes(format, block.codes + step * kQuantBlock,
                 tile + KCodesAt(format) + step * TileStepBytes(format) + 4 * lane);
     }
-    bytes += SuperBlockBytes(format);
+    bytes += SourceBlockBytes(format);
     tile += TileSuperBlockBytes(format);
   }
 }

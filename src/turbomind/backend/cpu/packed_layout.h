@@ -74,14 +74,10 @@ inline constexpr int8_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                             0, -1, -2, -3, -4, -6, -8, -12};
 inline constexpr int kPanelRows = 12;  // 12 sums and 12 accumulators fit in 32 registers
 
-// Returns whether the activations are quantized in blocks of 32 columns.
+// Returns whether the activations are quantized in blocks of 32 columns. With half scales, panels
+// have offsets for each 16 columns.
 TM_HD constexpr bool HasQuantPanels(MatrixFormat format) {
-  return IsQuantized(format) || IsKQuant(format) || format == MatrixFormat::kNvfp4;
-}
-
-// Returns whether each 16 columns have a scale. Panels then have offsets for each 16.
-TM_HD constexpr bool HasHalfScales(MatrixFormat format) {
-  return format == MatrixFormat::kQ6_K || format == MatrixFormat::kNvfp4;
+  return !IsFloat(format) && !IsMxfp4(format);
 }
 
 TM_HD constexpr int StepCols(MatrixFormat format) {
@@ -104,27 +100,10 @@ TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
 }
 
 TM_HD constexpr int TileStepBytes(MatrixFormat format) {
-  switch (format) {
-    case MatrixFormat::kF32:
-    case MatrixFormat::kBF16:
-      return 64;
-    case MatrixFormat::kQ4_0:
-    case MatrixFormat::kQ4_1:
-    case MatrixFormat::kNvfp4:
-      return TileMetaBytes(format) + 256;
-    case MatrixFormat::kQ8_0:
-      return TileMetaBytes(format) + 512;
-    case MatrixFormat::kQ4_K:
-      return 256;
-    case MatrixFormat::kQ5_K:
-      return 256 + 64;
-    case MatrixFormat::kQ6_K:
-      return 256 + 128;
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-      break;
-  }
-  return 0;
+  return HasQuantPanels(format)
+             ? TileMetaBytes(format) + kTileRows * kQuantBlock * InfoOf(format).bits / 8
+         : IsFloat(format) ? 64
+                           : 0;
 }
 
 // The offsets in a super-block of a tile.
@@ -150,7 +129,7 @@ inline constexpr float kNvTileFactor = 128.f;
 
 // Bytes of one MXFP4 row without separate scales.
 TM_HD constexpr int64_t MxRowBytes(MatrixFormat format, int64_t cols) {
-  return cols / kQuantBlock * (format == MatrixFormat::kMxfp4 ? 17 : 16);
+  return cols / kQuantBlock * SourceBlockBytes(format);
 }
 
 // Bytes of a tile before its first step.
@@ -197,8 +176,7 @@ TM_HD constexpr int Int8PanelStepBytes(MatrixFormat format, int rows, int row_by
 // Returns whether there are kernels for activations of 12 bits. A byte of a tile must hold the
 // codes of two columns.
 TM_HD constexpr bool HasInt12Panels(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
-         format == MatrixFormat::kQ4_K;
+  return HasInt8Panels(format) && InfoOf(format).bits == 4;
 }
 
 TM_HD constexpr int Int12PanelStepBytes(int rows) { return rows * (kInt12RowBytes + 8); }

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
@@ -230,11 +231,9 @@ std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& upl
     throw InvalidArgument(
         "The matrix is packed for another device. Pass it in the checkpoint's format.");
   }
-  if (IsKQuant(source.format) && !exact) {
-    throw InvalidArgument("CUDA has no kernels for K-quants. Convert the matrix.");
-  }
-  if (source.format == MatrixFormat::kNvfp4 && !exact) {
-    throw InvalidArgument("CUDA has no kernels for NVFP4. Convert the matrix.");
+  if (!exact && !HasKernels(source.format)) {
+    throw InvalidArgument("CUDA has no kernels for " + std::string(InfoOf(source.format).name) +
+                          ". Convert the matrix.");
   }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
   auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);

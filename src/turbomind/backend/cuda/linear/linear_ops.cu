@@ -283,27 +283,16 @@ void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, Cub
   for (int i = 0; i < params.num_segments; ++i) {
     outputs += params.segments[i].outputs;
   }
-  switch (stored) {
-    case MatrixFormat::kF32:
+  DispatchMatrix(stored, [&]<MatrixFormat F>() {
+    if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stored, &params);
-      return RunExact(ctx, params);
-    case MatrixFormat::kBF16:
-      return RunFormat<MatrixFormat::kBF16>(ctx, params, outputs, library);
-    case MatrixFormat::kQ4_0:
-      return RunFormat<MatrixFormat::kQ4_0>(ctx, params, outputs, library);
-    case MatrixFormat::kQ4_1:
-      return RunFormat<MatrixFormat::kQ4_1>(ctx, params, outputs, library);
-    case MatrixFormat::kQ8_0:
-      return RunFormat<MatrixFormat::kQ8_0>(ctx, params, outputs, library);
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-      return RunFormat<MatrixFormat::kMxfp4>(ctx, params, outputs, library);
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-    case MatrixFormat::kNvfp4:
+      RunExact(ctx, params);
+    } else if constexpr (HasKernels(F)) {
+      RunFormat<StoredFormat(F)>(ctx, params, outputs, library);
+    } else {
       throw InternalError("the format must be rejected when a matrix is packed");
-  }
+    }
+  });
 }
 
 }  // namespace
@@ -404,26 +393,13 @@ void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
   const LaunchShape shape = {.grid_x = params.num_tokens,
                              .grid_y = CeilDiv(table.cols, kEmbedThreads * kEmbedCols),
                              .threads = kEmbedThreads};
-  switch (table.format) {
-    case MatrixFormat::kF32:
-      return Launch(EmbedKernel<MatrixFormat::kF32>, shape, ctx.stream, kernel);
-    case MatrixFormat::kBF16:
-      return Launch(EmbedKernel<MatrixFormat::kBF16>, shape, ctx.stream, kernel);
-    case MatrixFormat::kQ4_0:
-      return Launch(EmbedKernel<MatrixFormat::kQ4_0>, shape, ctx.stream, kernel);
-    case MatrixFormat::kQ4_1:
-      return Launch(EmbedKernel<MatrixFormat::kQ4_1>, shape, ctx.stream, kernel);
-    case MatrixFormat::kQ8_0:
-      return Launch(EmbedKernel<MatrixFormat::kQ8_0>, shape, ctx.stream, kernel);
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-      return Launch(EmbedKernel<MatrixFormat::kMxfp4>, shape, ctx.stream, kernel);
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-    case MatrixFormat::kNvfp4:
+  DispatchMatrix(table.format, [&]<MatrixFormat F>() {
+    if constexpr (HasKernels(F)) {
+      Launch(EmbedKernel<StoredFormat(F)>, shape, ctx.stream, kernel);
+    } else {
       throw InternalError("the format must be rejected when a matrix is packed");
-  }
+    }
+  });
 }
 
 }  // namespace turbomind::cuda

@@ -31,50 +31,26 @@ TM_HD constexpr MatrixFormat StoredFormat(MatrixFormat format) {
   return IsMxfp4(format) ? MatrixFormat::kMxfp4 : format;
 }
 
+// Returns whether there are kernels for the format as it is. K-quants and NVFP4 have none.
+TM_HD constexpr bool HasKernels(MatrixFormat format) {
+  return IsFloat(format) || IsQuantized(format) || IsMxfp4(format);
+}
+
 TM_HD constexpr bool HasBlocks(MatrixFormat format) {
   return IsQuantized(format) || IsMxfp4(format);
 }
 
 TM_HD constexpr int UnitCols(MatrixFormat format) {
-  switch (format) {
-    case MatrixFormat::kF32:
-      return 4;
-    case MatrixFormat::kBF16:
-    case MatrixFormat::kQ8_0:
-      return 32;
-    case MatrixFormat::kQ4_0:
-    case MatrixFormat::kQ4_1:
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-    case MatrixFormat::kQ4_K:  // K-quants and NVFP4 are never packed for a GPU
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-    case MatrixFormat::kNvfp4:
-      break;
-  }
-  return 64;
+  const int bits = InfoOf(format).bits;
+  return bits == 32 ? 4 : bits >= 8 ? 32 : 64;
 }
 
 // Bytes of the scales and minima of one output in a unit.
 TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
-  switch (format) {
-    case MatrixFormat::kF32:
-    case MatrixFormat::kBF16:
-      return 0;
-    case MatrixFormat::kQ4_1:
-      return 8;
-    case MatrixFormat::kQ4_0:
-      return 4;
-    case MatrixFormat::kQ8_0:
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-    case MatrixFormat::kNvfp4:
-      break;
-  }
-  return 2;
+  const MatrixFormatInfo info = InfoOf(StoredFormat(format));
+  return HasBlocks(format)
+             ? UnitCols(format) / kQuantBlock * (info.block_bytes - kQuantBlock * info.bits / 8)
+             : 0;
 }
 
 // Bytes of a unit, for all outputs of a tile.

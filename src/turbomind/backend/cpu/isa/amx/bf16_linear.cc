@@ -17,7 +17,6 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/bf16_weights.h"
-#include "turbomind/backend/cpu/isa/amx/linear.h"
 #include "turbomind/backend/cpu/isa/amx/tiles.h"
 #include "turbomind/backend/cpu/isa/amx/write_row.h"
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -268,49 +267,23 @@ void MultiplyFormat(const MultiplyArgs& a) {
 
 }  // namespace
 
-PanelPlan PlanBf16Panels(MatrixFormat format, int64_t cols, int all_rows) {
-  if (!OnBf16Tiles(format, all_rows)) {
-    return PlanPanels(format, cols, all_rows);
-  }
+PanelPlan PlanBf16Panels(MatrixFormat /*format*/, int64_t cols, int all_rows) {
   // Row blocks of about the same size share the cost of unpacking evenly.
   const int64_t panels = NumPanels(all_rows);
   const int64_t blocks = (panels + kMaxBlockPanels - 1) / kMaxBlockPanels;
   return {kBf16PanelRows, Bf16PanelBytes(cols), (panels + blocks - 1) / blocks};
 }
 
-int64_t Bf16ScratchBytes(MatrixFormat format, int64_t cols) {
-  const int64_t others = ScratchBytes(format, cols);
-  return others > kWeightBytes + kSumBytes ? others : kWeightBytes + kSumBytes;
+int64_t Bf16ScratchBytes(MatrixFormat /*format*/, int64_t /*cols*/) {
+  return kWeightBytes + kSumBytes;
 }
 
 void MultiplyBf16(const MultiplyArgs& args) {
-  if (!OnBf16Tiles(args.format, args.all_rows)) {
-    return Multiply(args);
-  }
-  switch (args.format) {
-    case MatrixFormat::kBF16:
-      return MultiplyFormat<MatrixFormat::kBF16>(args);
-    case MatrixFormat::kQ4_0:
-      return MultiplyFormat<MatrixFormat::kQ4_0>(args);
-    case MatrixFormat::kQ4_1:
-      return MultiplyFormat<MatrixFormat::kQ4_1>(args);
-    case MatrixFormat::kQ8_0:
-      return MultiplyFormat<MatrixFormat::kQ8_0>(args);
-    case MatrixFormat::kQ4_K:
-      return MultiplyFormat<MatrixFormat::kQ4_K>(args);
-    case MatrixFormat::kQ5_K:
-      return MultiplyFormat<MatrixFormat::kQ5_K>(args);
-    case MatrixFormat::kQ6_K:
-      return MultiplyFormat<MatrixFormat::kQ6_K>(args);
-    case MatrixFormat::kMxfp4:
-      return MultiplyFormat<MatrixFormat::kMxfp4>(args);
-    case MatrixFormat::kMxfp4Split:
-      return MultiplyFormat<MatrixFormat::kMxfp4Split>(args);
-    case MatrixFormat::kNvfp4:
-      return MultiplyFormat<MatrixFormat::kNvfp4>(args);
-    case MatrixFormat::kF32:
-      return Multiply(args);
-  }
+  DispatchMatrix(args.format, [&]<MatrixFormat F>() {
+    if constexpr (HasBf16Tiles(F)) {
+      MultiplyFormat<F>(args);
+    }
+  });
 }
 
 }  // namespace turbomind::TM_ISA

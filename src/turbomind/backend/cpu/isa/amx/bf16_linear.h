@@ -2,8 +2,8 @@
 
 // Linear layers of many rows on AMX tiles in BF16; see dense_kernels.h for the arguments. Weights
 // are rounded to BF16 with their scales and minima inside, activations are rounded to BF16, and the
-// sums over all columns are FP32 numbers that stay in a tile. Not for F32 weights and fewer than
-// kMinBf16Rows rows: the functions then call those of linear.h.
+// sums over all columns are FP32 numbers that stay in a tile. Only for weights with at least
+// kMinBf16Rows rows in a step, and not for F32.
 //
 // 1. A row of y depends on the row of x alone. It has the same bits at every place in every batch
 //    of at least kMinBf16Rows rows, and with every split of the work.
@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/dense_kernels.h"
+#include "turbomind/backend/cpu/isa/amx/linear.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind::amx {
@@ -27,8 +28,8 @@ inline constexpr int kBf16StepCols = 32;
 inline constexpr int kBf16TileBytes = 1024;                // 16 rows of a register
 inline constexpr int kBf16PanelStep = 2 * kBf16TileBytes;  // bytes of a step of a panel
 
-constexpr bool OnBf16Tiles(MatrixFormat format, int all_rows) {
-  return format != MatrixFormat::kF32 && all_rows >= kMinBf16Rows;
+constexpr bool HasBf16Tiles(MatrixFormat format) {
+  return HasTiles(format) || format == MatrixFormat::kBF16;
 }
 
 constexpr int64_t Bf16Steps(int64_t cols) { return (cols + kBf16StepCols - 1) / kBf16StepCols; }

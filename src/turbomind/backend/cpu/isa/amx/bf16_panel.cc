@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/bf16_linear.h"
-#include "turbomind/backend/cpu/isa/amx/linear.h"
 #include "turbomind/backend/cpu/isa/linear/linear.h"
 
 namespace turbomind::TM_ISA {
@@ -55,9 +54,6 @@ void PackStep(const PackPanelArgs& a, int64_t first, __m512i order, uint8_t* ste
 }  // namespace
 
 void PackBf16Panel(const PackPanelArgs& args) {
-  if (!OnBf16Tiles(args.format, args.all_rows)) {
-    return PackPanel(args);
-  }
   const __m512i order = _mm512_load_si512(OrderOf(args.format).from);
   for (int64_t s = 0; s < Bf16Steps(args.cols); ++s) {
     PackStep(args, s * kBf16StepCols, order, args.panel + s * kBf16PanelStep);

@@ -11,24 +11,27 @@ void PrefillRowsBf16(const PrefillRowsArgs& args);
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
   avx512::FillDenseKernels(kernels);
-  kernels.pack_panel = PackPanel;
-  kernels.plan_panels = PlanPanels;
-  kernels.multiply = Multiply;
-  kernels.scratch_bytes = ScratchBytes;
+  kernels.linear = {.pack_panel = PackPanel,
+                    .plan_panels = PlanPanels,
+                    .multiply = Multiply,
+                    .scratch_bytes = ScratchBytes};
 }
 
 void FillInt8Kernels(CpuDenseKernels& kernels) {
-  avx512::FillInt8Kernels(kernels);
-  kernels.pack_panel = PackInt8Panel;
-  kernels.plan_panels = PlanInt8Panels;
-  kernels.multiply = MultiplyInt8;
+  kernels.coarse = {.computes = [](MatrixFormat format) { return HasInt8Panels(format); },
+                    .pack_panel = PackInt8Panel,
+                    .plan_panels = PlanInt8Panels,
+                    .multiply = MultiplyInt8,
+                    .scratch_bytes = ScratchBytes};
 }
 
 void FillBf16Kernels(CpuDenseKernels& kernels) {
-  kernels.pack_panel = PackBf16Panel;
-  kernels.plan_panels = PlanBf16Panels;
-  kernels.multiply = MultiplyBf16;
-  kernels.scratch_bytes = Bf16ScratchBytes;
+  kernels.coarse = {.computes = [](MatrixFormat format) { return HasBf16Tiles(format); },
+                    .min_rows = kMinBf16Rows,
+                    .pack_panel = PackBf16Panel,
+                    .plan_panels = PlanBf16Panels,
+                    .multiply = MultiplyBf16,
+                    .scratch_bytes = Bf16ScratchBytes};
 }
 
 void FillKvKernels(CpuKvKernels& kernels) {

@@ -423,14 +423,10 @@ int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
 }
 
 // No panel for AVX-512 is larger than a full one for tiles.
-static_assert(TilePanelStep(MatrixFormat::kQ8_0, true) >=
-              Int8PanelStepBytes(MatrixFormat::kQ8_0, kPanelRows, kQuantBlock));
+static_assert(TilePanelStep(MatrixFormat::kQ8_0, true) >= kPanelRows * (kQuantBlock + 8));
 
 // Returns the same for activations of 8 bits.
 int64_t FullInt8PanelBytes(MatrixFormat format, int64_t cols) {
-  if (!HasInt8Panels(format)) {
-    return FullPanelBytes(format, cols);
-  }
   return OnInt8Tiles(format, kPanelRows, kPanelRows)
              ? cols / kQuantBlock * TilePanelStep(format, true)
              : avx512::PlanInt8Panels(format, cols, kPanelRows).bytes;
@@ -474,50 +470,23 @@ int64_t ScratchBytes(MatrixFormat format, int64_t cols) {
 }
 
 void Multiply(const MultiplyArgs& args) {
-  switch (args.format) {
-    case MatrixFormat::kQ4_0:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ4_0}>(args);
-    case MatrixFormat::kQ4_1:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ4_1}>(args);
-    case MatrixFormat::kQ8_0:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ8_0}>(args);
-    case MatrixFormat::kMxfp4:
-      return MultiplyFormat<Kernel{MatrixFormat::kMxfp4}>(args);
-    case MatrixFormat::kMxfp4Split:
-      return MultiplyFormat<Kernel{MatrixFormat::kMxfp4Split}>(args);
-    case MatrixFormat::kQ4_K:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ4_K}>(args);
-    case MatrixFormat::kQ5_K:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ5_K}>(args);
-    case MatrixFormat::kQ6_K:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ6_K}>(args);
-    case MatrixFormat::kNvfp4:
-      return MultiplyFormat<Kernel{MatrixFormat::kNvfp4}>(args);
-    case MatrixFormat::kF32:
-    case MatrixFormat::kBF16:
-      return avx512::Multiply(args);
-  }
+  DispatchMatrix(args.format, [&]<MatrixFormat F>() {
+    if constexpr (HasTiles(F)) {
+      MultiplyFormat<Kernel{F}>(args);
+    } else {
+      avx512::Multiply(args);
+    }
+  });
 }
 
 void MultiplyInt8(const MultiplyArgs& args) {
-  switch (args.format) {
-    case MatrixFormat::kQ4_0:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ4_0, true}>(args);
-    case MatrixFormat::kQ4_1:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ4_1, true}>(args);
-    case MatrixFormat::kQ8_0:
-      return MultiplyFormat<Kernel{MatrixFormat::kQ8_0, true}>(args);
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-      return avx512::MultiplyInt8(args);
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-    case MatrixFormat::kNvfp4:
-    case MatrixFormat::kF32:
-    case MatrixFormat::kBF16:
-      return Multiply(args);
-  }
+  DispatchMatrix(args.format, [&]<MatrixFormat F>() {
+    if constexpr (OnInt8Tiles(F, kPanelRows, kPanelRows)) {
+      MultiplyFormat<Kernel{F, true}>(args);
+    } else {
+      avx512::MultiplyInt8(args);
+    }
+  });
 }
 
 }  // namespace turbomind::TM_ISA

@@ -18,12 +18,17 @@ namespace turbomind::amx {
 
 inline constexpr int64_t kTileStepMeta = 128;  // bytes of the scales and sums in a step of a panel
 
+// Returns whether there are kernels for the family of the format. AVX-512 multiplies the others.
+constexpr bool HasTiles(MatrixFormat format) {
+  return IsQuantized(format) || IsMxfp4(format) || IsKQuant(format) ||
+         format == MatrixFormat::kNvfp4;
+}
+
 // Returns true if a panel of `rows` is packed for tiles. A single panel pays for widening the codes
 // only if it is full. The last of several panels pays for it with half of its rows.
 inline constexpr int kMinTileRows = kPanelRows / 2;
 constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
-  return (HasQuantPanels(format) || IsMxfp4(format)) && all_rows >= kPanelRows &&
-         rows >= kMinTileRows;
+  return HasTiles(format) && all_rows >= kPanelRows && rows >= kMinTileRows;
 }
 
 // Returns the same for activations of 8 bits. AVX-512 multiplies K-quants with them.
@@ -55,7 +60,7 @@ int64_t ScratchBytes(MatrixFormat format, int64_t cols);
 void PackPanel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);
 
-// The same with activations of 8 bits, except for F32, BF16 and MXFP4.
+// The same with activations of 8 bits. REQUIRES: HasInt8Panels(format).
 PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int all_rows);
 void PackInt8Panel(const PackPanelArgs& args);
 void MultiplyInt8(const MultiplyArgs& args);

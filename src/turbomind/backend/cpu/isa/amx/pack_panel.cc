@@ -204,9 +204,7 @@ void PackPanel(const PackPanelArgs& args) {
 }
 
 void PackInt8Panel(const PackPanelArgs& args) {
-  if (!HasInt8Panels(args.format)) {
-    PackPanel(args);
-  } else if (OnInt8Tiles(args.format, args.num_rows, args.all_rows)) {
+  if (OnInt8Tiles(args.format, args.num_rows, args.all_rows)) {
     PackTilePanel<true>(args);
   } else {
     avx512::PackInt8Panel(args);

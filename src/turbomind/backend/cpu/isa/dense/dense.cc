@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/linear/linear.h"
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/core/host_device.h"
 
@@ -208,16 +207,6 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
         return Mul(swish, Add(u, Set1(1.f)));
       });
   }
-}
-
-void FillDenseKernels(CpuDenseKernels& kernels) {
-  kernels.pack_panel = PackPanel;
-  kernels.plan_panels = PlanPanels;
-  kernels.multiply = Multiply;
-  kernels.scratch_bytes = MultiplyScratchBytes;
-  kernels.norm = NormRow;
-  kernels.soft_cap = SoftCapRange;
-  kernels.gated_activation = GatedActivationRow;
 }
 
 }  // namespace turbomind::TM_ISA

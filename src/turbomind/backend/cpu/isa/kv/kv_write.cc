@@ -1,9 +1,8 @@
 // ⑥ Processes one token and KV head of WriteKv in place: its query heads, its key and its value.
-// The key and the value are then quantized and stored. Also lists all kernels over the KV cache.
+// The key and the value are then quantized and stored.
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/attention/attention.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
@@ -130,6 +129,8 @@ RowCounts WriteRow(const WriteHeadArgs& args, KvSide side, const float* row) {
                    row, to.payload, to.metadata);
 }
 
+}  // namespace
+
 RowCounts WriteHead(const WriteHeadArgs& args) {
   const WriteKvParams& p = *args.params;
   const int kv_heads = p.kv.kv_heads;
@@ -170,16 +171,6 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
   const RowCounts of_k = WriteRow(args, KvSide::kK, k);
   const RowCounts of_v = WriteRow(args, KvSide::kV, v);
   return {of_k.nonfinite + of_v.nonfinite, of_k.clipped + of_v.clipped};
-}
-
-}  // namespace
-
-void FillKvKernels(CpuKvKernels& kernels) {
-  FillRowKernels(kernels);
-  kernels.decode_splits = DecodeSplits;
-  kernels.merge_splits = MergeSplits;
-  kernels.prefill_rows = PrefillRows;
-  kernels.write_head = WriteHead;
 }
 
 }  // namespace turbomind::TM_ISA

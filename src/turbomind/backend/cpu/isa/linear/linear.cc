@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/linear/panels.h"
 #include "turbomind/backend/cpu/isa/linear/quantize_activations.h"
 #include "turbomind/backend/cpu/isa/linear/tile_loop.h"
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -38,41 +39,36 @@ TM_HD uint16_t ToBF16(float x) {
                                   : static_cast<uint16_t>(rounded);
 }
 
-// Returns the sum of the first 16 codes of a row from QuantizeBlock.
-TM_HD int32_t SumOfHalf(const uint8_t* row) {
-  int32_t sum = 0;
-  for (int i = 0; i < kQuantBlock / 2; ++i) {
-    sum += static_cast<int8_t>(row[i]) * 256 + static_cast<int8_t>(row[kQuantBlock + i]);
+// Activations of 16 bits: two int8 halves.
+struct Int16Activations {
+  static constexpr bool Has(MatrixFormat format) { return HasQuantPanels(format); }
+  static constexpr int RowBytes(MatrixFormat /*format*/) { return kQuantRowBytes; }
+  static TM_HD float Quantize(const float* x, uint8_t* row, int32_t& sum) {
+    return QuantizeBlock(x, reinterpret_cast<int8_t*>(row), sum);
   }
-  return sum;
-}
+  static TM_HD int32_t SumOfHalf(const uint8_t* row) {
+    int32_t sum = 0;
+    for (int i = 0; i < kQuantBlock / 2; ++i) {
+      sum += static_cast<int8_t>(row[i]) * 256 + static_cast<int8_t>(row[kQuantBlock + i]);
+    }
+    return sum;
+  }
+  static TM_HD void Arrange(MatrixFormat format, uint8_t* row) { ArrangeRow(format, row); }
 
-void PackQuantPanel(const PackPanelArgs& a) {
-  const int rows = a.num_rows;
-  const int64_t steps = NumSteps(a.format, a.cols);
-  for (int r = 0; r < rows; ++r) {
-    const float* x = RowToPack(a, r);
-    for (int64_t s = 0; s < steps; ++s) {
-      uint8_t* step = a.panel + s * PanelStepBytes(a.format, rows);
-      uint8_t* scales = step + rows * kQuantRowBytes;
-      uint8_t* offsets = scales + rows * 4;
-      uint8_t* row = step + r * kQuantRowBytes;
-      int32_t sum;
-      const float scale = QuantizeBlock(x + s * kQuantBlock, reinterpret_cast<int8_t*>(row), sum);
-      StoreFloat(scale, scales + 4 * r);
-      if (HasMinimum(a.format)) {
-        StoreFloat(scale * static_cast<float>(sum), offsets + 4 * r);
-      } else if (HasHalfScales(a.format)) {
-        const int32_t first = SumOfHalf(row);
-        StoreOffset(a.format, first, offsets + 4 * r);
-        StoreOffset(a.format, sum - first, offsets + 4 * (rows + r));
-      } else {
-        StoreOffset(a.format, sum, offsets + 4 * r);
-      }
-      ArrangeRow(a.format, row);
+  template <MatrixFormat F, int R>
+  static constexpr int kTiles = F == MatrixFormat::kNvfp4 ? kNvTilesAtOnce<R> : kTilesAtOnce<R>;
+  template <MatrixFormat F, int R, int T>
+  static void Multiply(const TileRun& run) {
+    if constexpr (IsKQuant(F)) {
+      MultiplyKTiles<F, R, T>(run);
+    } else if constexpr (F == MatrixFormat::kNvfp4) {
+      MultiplyNvTiles<R, T>(run);
+    } else {
+      static_assert(IsQuantized(F), "the family of the format needs a kernel");
+      MultiplyTiles<F, R, T>(run);
     }
   }
-}
+};
 
 void PackBF16Panel(const PackPanelArgs& a) {
   for (int r = 0; r < a.num_rows; ++r) {
@@ -93,11 +89,12 @@ void PackF32Panel(const PackPanelArgs& a) {
   }
 }
 
+// The kernel of FP32 or BF16 weights.
 template <MatrixFormat F>
-struct TileKernel {
+struct FloatKernel {
   static constexpr MatrixFormat kFormat = F;
   template <int R>
-  static constexpr int kTiles = F == MatrixFormat::kNvfp4 ? kNvTilesAtOnce<R> : kTilesAtOnce<R>;
+  static constexpr int kTiles = kTilesAtOnce<R>;
 
   static constexpr int64_t PanelBytes(int64_t cols) {
     return turbomind::PanelBytes(F, cols, kPanelRows);
@@ -105,40 +102,21 @@ struct TileKernel {
 
   template <int R, int T>
   static void Multiply(const TileRun& run) {
-    if constexpr (IsKQuant(F)) {
-      MultiplyKTiles<F, R, T>(run);
-    } else if constexpr (F == MatrixFormat::kNvfp4) {
-      MultiplyNvTiles<R, T>(run);
-    } else {
-      MultiplyTiles<F, R, T>(run);
-    }
+    MultiplyTiles<F, R, T>(run);
   }
 };
-
-template <MatrixFormat F>
-void MultiplyFormat(const MultiplyArgs& a) {
-  MultiplyPanels<TileKernel<F>>(a);
-}
 
 }  // namespace
 
 void PackPanel(const PackPanelArgs& args) {
-  switch (args.format) {
-    case MatrixFormat::kF32:
-      return PackF32Panel(args);
-    case MatrixFormat::kBF16:
-      return PackBF16Panel(args);
-    case MatrixFormat::kQ4_0:
-    case MatrixFormat::kQ4_1:
-    case MatrixFormat::kQ8_0:
-    case MatrixFormat::kQ4_K:
-    case MatrixFormat::kQ5_K:
-    case MatrixFormat::kQ6_K:
-    case MatrixFormat::kNvfp4:
-      return PackQuantPanel(args);
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-      return PackMxfp4Panel(args);
+  if (args.format == MatrixFormat::kF32) {
+    PackF32Panel(args);
+  } else if (args.format == MatrixFormat::kBF16) {
+    PackBF16Panel(args);
+  } else if (IsMxfp4(args.format)) {
+    PackMxfp4Panel(args);
+  } else {
+    PackQuantPanel<Int16Activations>(args);
   }
 }
 
@@ -147,28 +125,14 @@ PanelPlan PlanPanels(MatrixFormat format, int64_t cols, int /*all_rows*/) {
 }
 
 void Multiply(const MultiplyArgs& args) {
-  switch (args.format) {
-    case MatrixFormat::kF32:
-      return MultiplyFormat<MatrixFormat::kF32>(args);
-    case MatrixFormat::kBF16:
-      return MultiplyFormat<MatrixFormat::kBF16>(args);
-    case MatrixFormat::kQ4_0:
-      return MultiplyFormat<MatrixFormat::kQ4_0>(args);
-    case MatrixFormat::kQ4_1:
-      return MultiplyFormat<MatrixFormat::kQ4_1>(args);
-    case MatrixFormat::kQ8_0:
-      return MultiplyFormat<MatrixFormat::kQ8_0>(args);
-    case MatrixFormat::kQ4_K:
-      return MultiplyFormat<MatrixFormat::kQ4_K>(args);
-    case MatrixFormat::kQ5_K:
-      return MultiplyFormat<MatrixFormat::kQ5_K>(args);
-    case MatrixFormat::kQ6_K:
-      return MultiplyFormat<MatrixFormat::kQ6_K>(args);
-    case MatrixFormat::kNvfp4:
-      return MultiplyFormat<MatrixFormat::kNvfp4>(args);
-    case MatrixFormat::kMxfp4:
-    case MatrixFormat::kMxfp4Split:
-      return MultiplyMxfp4(args);
+  if (IsMxfp4(args.format)) {
+    MultiplyMxfp4(args);
+  } else if (args.format == MatrixFormat::kF32) {
+    MultiplyPanels<FloatKernel<MatrixFormat::kF32>>(args);
+  } else if (args.format == MatrixFormat::kBF16) {
+    MultiplyPanels<FloatKernel<MatrixFormat::kBF16>>(args);
+  } else {
+    MultiplyQuant<Int16Activations>(args);
   }
 }
 

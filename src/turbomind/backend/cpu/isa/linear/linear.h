@@ -77,14 +77,9 @@ void Multiply(const MultiplyArgs& args);
 void MultiplyMxfp4(const MultiplyArgs& args);
 int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
 
-// The same with activations of 8 bits, except for F32, BF16 and MXFP4.
+// The same with activations of 8 bits. REQUIRES: HasInt8Panels(format).
 void PackInt8Panel(const PackPanelArgs& args);
 PanelPlan PlanInt8Panels(MatrixFormat format, int64_t cols, int all_rows);
 void MultiplyInt8(const MultiplyArgs& args);
-
-// The same with activations of 12 bits where HasInt12Panels. Only AVX-512 defines them.
-void PackInt12Panel(const PackPanelArgs& args);
-PanelPlan PlanInt12Panels(MatrixFormat format, int64_t cols, int all_rows);
-void MultiplyInt12(const MultiplyArgs& args);
 
 }  // namespace turbomind::TM_ISA
