@@ -39,8 +39,8 @@ struct DeviceCapability {
   bool reads_mapped_files = true;
   // The device computes in FP32 if the option `exact` asks for it.
   bool has_fp32 = true;
-  // The ops compute every MatrixFormat as it is. If false, the loader converts K-quants and NVFP4 to
-  // other formats, and PackMatrix refuses them.
+  // The ops compute every MatrixFormat as it is. If false, the loader converts K-quants and NVFP4
+  // to other formats, and PackMatrix refuses them.
   bool has_all_formats = false;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
