@@ -29,7 +29,7 @@ constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
 struct MatrixFormatNames {
   EnumName<MatrixFormat> of[kNumMatrixFormats];
 };
-constexpr MatrixFormatNames kMatrixFormatNames = [] {
+inline constexpr MatrixFormatNames kMatrixFormatNames = [] {
   MatrixFormatNames names = {};
   for (int i = 0; i < kNumMatrixFormats; ++i) {
     const auto format = static_cast<MatrixFormat>(i);
@@ -37,7 +37,7 @@ constexpr MatrixFormatNames kMatrixFormatNames = [] {
   }
   return names;
 }();
-constexpr auto& kMatrixFormats = kMatrixFormatNames.of;
+inline constexpr auto& kMatrixFormats = kMatrixFormatNames.of;
 
 template <class E, size_t N>
 E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {
