@@ -20,7 +20,8 @@ LIBRARIES = (Path("lmdeploy/libkvx.so.1"), Path("lmdeploy/libturbomind_cuda.so")
 class CMakeBuild(build_ext):
     """Runs CMake and adds the module, libkvx with its headers, and the CUDA library to the package.
 
-    `CMAKE_ARGS=-DTM_CUDA=ON` builds the CUDA library. cmake/cuda.cmake lists its options.
+    `CMAKE_ARGS=-DTM_CUDA=ON` builds the CUDA library. cmake/cuda.cmake lists its options. A wheel has
+    the kernels of every CPU, and an editable install those of this machine (`TM_CPU_ISAS`).
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -43,6 +44,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+            f"-DTM_CPU_ISAS={'native' if self.editable_mode else 'all'}",
             *os.environ.get("CMAKE_ARGS", "").split(),
         ]
         subprocess.run(configure, check=True)

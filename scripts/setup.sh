@@ -57,7 +57,10 @@ if command -v ccache >/dev/null; then
   export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"
 fi
 target="."
-[ "$purpose" = test ] && target=".[test]"
+if [ "$purpose" = test ]; then
+  target=".[test]"
+  export CMAKE_ARGS="-DTM_CPU_ISAS=all ${CMAKE_ARGS:-}"
+fi
 PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$target"
 
 if [ "$purpose" = test ]; then

@@ -41,7 +41,7 @@ std::string ResolveIsa(std::string_view wanted) {
     }
     list += (list.empty() ? "" : ", ") + choice;
   }
-  throw InvalidArgument(source + " is \"" + isa + "\". This machine can run: " + list);
+  throw InvalidArgument(source + " is \"" + isa + "\". This build and this machine have: " + list);
 }
 
 class CpuDevice final : public Device {

@@ -4,10 +4,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <string_view>
+
 #include "turbomind/backend/cpu/row_kernels.h"
+#include "turbomind/core/check.h"
 
 namespace turbomind {
 namespace {
+
+constexpr std::string_view kBuilt = TM_CPU_ISAS;  // names, separated by spaces
 
 bool CanRunAvx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -44,24 +49,34 @@ bool CanRunAmx() {
 }  // namespace
 
 std::vector<std::string> AvailableCpuIsas() {
-  std::vector<std::string> isas = {"scalar"};
-  if (CanRunAvx2()) {
-    isas.push_back("avx2");
-  }
-  if (CanRunAvx512()) {
-    isas.push_back("avx512");
-    if (CanRunAmx()) {
-      isas.push_back("amx");
+  struct Isa {
+    const char* name;
+    bool (*can_run)();
+  };
+  constexpr Isa kIsas[] = {{"scalar", [] { return true; }},
+                           {"avx2", CanRunAvx2},
+                           {"avx512", CanRunAvx512},
+                           {"amx", [] { return CanRunAvx512() && CanRunAmx(); }}};
+  std::vector<std::string> isas;
+  for (const Isa& isa : kIsas) {
+    if (kBuilt.find(isa.name) != kBuilt.npos && isa.can_run()) {
+      isas.emplace_back(isa.name);
     }
+  }
+  if (isas.empty()) {
+    throw InvalidArgument("This build has kernels for " + std::string(kBuilt) +
+                          " alone, which this machine cannot run. Build with "
+                          "CMAKE_ARGS=-DTM_CPU_ISAS=all for every machine.");
   }
   return isas;
 }
 
 CpuRowKernels FastestCpuRowKernels() {
   CpuRowKernels kernels;
-  if (CanRunAvx512()) {
+  const std::string isa = AvailableCpuIsas().back();
+  if (isa == "avx512" || isa == "amx") {
     avx512::FillRowKernels(kernels);
-  } else if (CanRunAvx2()) {
+  } else if (isa == "avx2") {
     avx2::FillRowKernels(kernels);
   } else {
     scalar::FillRowKernels(kernels);
