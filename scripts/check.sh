@@ -92,15 +92,21 @@ step_mutations() {
   "$python" scripts/dev/mutation_test.py --build "$BUILD_ROOT/release" --turn "$(turn)"
 }
 
-# Compiles for GPUs and links what scripts/gpu_check.sh runs. Without nvcc, the step is skipped.
+# Compiles for GPUs, links what scripts/gpu_check.sh runs, and checks the registers of all kernels.
+# Without nvcc, the step is skipped.
 step_cuda() {
-  local folder="$BUILD_ROOT/cuda" launcher=() count
-  "$python" scripts/dev/check_cuda.py || return 1
+  local folder="$BUILD_ROOT/cuda_check" launcher=() count
   command -v nvcc >/dev/null || return "$SKIPPED"
   command -v ccache >/dev/null && launcher=(-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
-  configure cuda -DTM_BUILD_PYTHON=OFF -DTM_CUDA=ON -DTM_CUDA_ARCHS=90a "${launcher[@]}" &&
-    ninja -C "$folder" -j "$JOBS" --quiet gpu_check || return 1
-  count=$("$folder/gpu_ops_test" --count) && echo "$folder/gpu_ops_test: ${count##* } test cases"
+  configure cuda_check -DTM_BUILD_PYTHON=OFF -DTM_CUDA=ON "-DTM_CUDA_ARCHS=90a;80" \
+    -DCMAKE_CUDA_FLAGS=-Xptxas=-v "${launcher[@]}" || return 1
+  ninja -C "$folder" -j "$JOBS" gpu_check >"$folder.ninja.log" 2>&1 ||
+    { tail -n 40 "$folder.ninja.log"; return 1; }
+  "$python" scripts/dev/check_cuda.py --log "$folder.ninja.log" || {
+    ninja -C "$folder" -t clean >/dev/null # so that the next run compiles the same kernels again
+    return 1
+  }
+  count=$("$folder/gpu_ops_test" --count) && echo "gpu_ops_test: ${count##* } test cases"
 }
 
 # run_pytest ARGUMENTS…: runs Python tests with what the step build has built.
@@ -153,10 +159,19 @@ step_clang_tidy() {
     xargs -P "$JOBS" -n 1 bash -c 'tidy_one "$@"' _ $(($(date +%s) + TIDY_BUDGET_S))
 }
 
+# Prints the instruction sets of a build with sanitizers: scalar code and another one that this
+# machine can run. Each commit has other ones.
+sanitized_isas() {
+  local sets=(avx2)
+  if grep -q avx512_bf16 /proc/cpuinfo; then sets+=("avx512;amx"); fi
+  echo "scalar;${sets[$(turn) % ${#sets[@]}]}"
+}
+
 # run_sanitized NAME FLAGS FOLDERS: builds and runs the C++ tests of the folders with sanitizers.
 run_sanitized() {
-  local name="$1" flags="$2" folders="$3" folder="$BUILD_ROOT/$1" tests
-  configure "$name" -DTM_BUILD_PYTHON=OFF -DTM_SANITIZE="$flags" || return 1
+  local name="$1" flags="$2" folders="$3" folder="$BUILD_ROOT/$1" tests isas
+  isas=$(sanitized_isas) && echo "instruction sets: $isas"
+  configure "$name" -DTM_BUILD_PYTHON=OFF -DTM_SANITIZE="$flags" "-DTM_CPU_ISAS=$isas" || return 1
   tests=$(git ls-files '*_test.cc' | grep -E "^(tests/cpp|components)/($folders)/" |
     xargs -r -n1 basename | sed 's/\.cc$//')
   [ -n "$tests" ] || { echo "no tests of $folders"; return 1; }

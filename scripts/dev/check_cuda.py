@@ -1,12 +1,12 @@
 """Compile the CUDA kernels without a GPU and check what ptxas reports.
 
-    python scripts/dev/check_cuda.py          # the check of CI: minutes
-    python scripts/dev/check_cuda.py --all    # every file for every architecture: 20 minutes
+    python scripts/dev/check_cuda.py --log LOG   # what a build with -Xptxas=-v has printed (CI)
+    python scripts/dev/check_cuda.py --all       # every file for every architecture: 20 minutes
 
-The program compiles every *.cu of the CUDA backend for the measured architectures, and some decode
-kernels for the others. A kernel fails if it spills registers or has a large stack frame: more than
-0 bytes for a decode kernel, more than MOST_FRAME_BYTES for another one. Without nvcc the program
-prints that nothing is checked and exits with 0.
+The program also compiles some decode kernels for the architectures that the build lacks. A kernel
+fails if it spills registers or has a large stack frame: more than 0 bytes for a decode kernel, more
+than MOST_FRAME_BYTES for another one. Without nvcc the program prints that nothing is checked and
+exits with 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / "src/turbomind/backend/cuda"
-FILE_ARCHS = ("sm_90a", "sm_80")
+BUILT_ARCHS = ("sm_90a", "sm_80")  # by the step `cuda` of scripts/check.sh
 # One architecture for each way to convert E2M1: in software, and by the instructions of sm_100 on.
 OTHER_ARCHS = ("sm_86", "sm_89", "sm_100f", "sm_120f")
 MORE_ARCHS = ("sm_100a", "sm_103a", "sm_110a", "sm_110f", "sm_120a", "sm_121a")
-ALL_ARCHS = (*FILE_ARCHS, *OTHER_ARCHS, *MORE_ARCHS)
+ALL_ARCHS = (*BUILT_ARCHS, *OTHER_ARCHS, *MORE_ARCHS)
 OTHER_FILES = ("head_dim_64.cu",)  # decode kernels that are compiled for OTHER_ARCHS
 JOBS = 2
 NAMES = ("TM_CUDA_STAMP", "TM_CUDA_ARCHS")  # set by cmake/cuda.cmake; any text works here
@@ -79,7 +79,14 @@ def check_unit(nvcc: str, unit: Unit, *, folder: Path) -> tuple[int, int]:
     if done.returncode:
         print(f"{where} does not compile  FAILED\n{done.stderr[-2000:]}", flush=True)
         return 1, 0
-    kernels = parse_ptxas(done.stderr)
+    counts = check_output(where, done.stderr)
+    print(f"{where} {time.monotonic() - begun:.0f} s")
+    return counts
+
+
+def check_output(where: str, text: str) -> tuple[int, int]:
+    """Print a line about the output of ptxas and return the numbers of faults and kernels."""
+    kernels = parse_ptxas(text)
     bad = [kernel for kernel in kernels if not kernel.is_good]
     for kernel in bad:
         print(
@@ -87,8 +94,7 @@ def check_unit(nvcc: str, unit: Unit, *, folder: Path) -> tuple[int, int]:
             f"{kernel.frame}  FAILED"
         )
     registers = max((kernel.registers for kernel in kernels), default=0)
-    seconds = time.monotonic() - begun
-    print(f"{where} {len(kernels)} kernels, at most {registers} registers, {seconds:.0f} s")
+    print(f"{where} {len(kernels)} kernels, at most {registers} registers")
     return len(bad), len(kernels)
 
 
@@ -98,13 +104,14 @@ def chosen_units(everything: bool) -> list[Unit]:
         (arch, path)
         for path in sorted(BACKEND.rglob("*.cu"))
         for arch in ALL_ARCHS
-        if everything or arch in FILE_ARCHS or (path.name in OTHER_FILES and arch in OTHER_ARCHS)
+        if everything or (path.name in OTHER_FILES and arch in OTHER_ARCHS)
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, check and print a line per file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--log", type=Path, help="output of a build with -Xptxas=-v to check, too")
     parser.add_argument("--all", action="store_true", help="every file for every architecture")
     options = parser.parse_args(arguments)
     nvcc = shutil.which("nvcc")
@@ -115,9 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     units = chosen_units(options.all)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         counts = list(pool.map(lambda unit: check_unit(nvcc, unit, folder=Path(folder)), units))
+    if options.log is not None:
+        counts.append(check_output(options.log.name, options.log.read_text()))
     faults, kernels = (sum(column) for column in zip(*counts, strict=True))
     print(
-        f"check_cuda: {kernels} kernels in {len(units)} compilations, {faults} faults, "
+        f"check_cuda: {kernels} kernels, {len(units)} compilations, {faults} faults, "
         f"{time.monotonic() - begun:.0f} s"
     )
     return 1 if faults else 0

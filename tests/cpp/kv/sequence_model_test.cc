@@ -13,6 +13,7 @@
 
 #include "kv/first_seen.h"
 #include "kv/memory_device.h"
+#include "sanitized_sample.h"
 #include "turbomind/kv/sequence_manager.h"
 
 namespace turbomind {
@@ -506,7 +507,8 @@ void RunPlanted(bool window16) {
   RandomOperations(manager, cache, 3, window16 ? kLong : Lengths()).Run(kNumOperations / 5);
 }
 
-TEST_CASE("a planted leak and a planted double release are found, in 16-bit pools too") {
+TEST_CASE("a planted leak and a planted double release are found, in 16-bit pools too" *
+          doctest::skip(testing::kSanitized)) {
   for (const bool window16 : {false, true}) {
     RunPlanted<SoundManager>(window16);
     CHECK_THROWS_AS(RunPlanted<LeakyManager>(window16), InternalError);

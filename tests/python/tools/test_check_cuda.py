@@ -21,7 +21,7 @@ def ptxas(name: str, *, frame: int = 0, spilled: int = 0) -> str:
 @pytest.mark.parametrize(
     ("text", "status", "words"),
     [
-        (ptxas("_Z5firstv", frame=32) + ptxas(DECODE), 0, "2 kernels in 1 compilations, 0 faults"),
+        (ptxas("_Z5firstv", frame=32) + ptxas(DECODE), 0, "2 kernels, 1 compilations, 0 faults"),
         (ptxas("_Z5firstv", frame=40), 1, "a stack frame of 40  FAILED"),
         (ptxas(DECODE, frame=8), 1, "a stack frame of 8  FAILED"),
         (ptxas("_Z5firstv", spilled=4), 1, "spills 4 bytes"),
@@ -40,3 +40,14 @@ def test_check_cuda_fails_for_bad_kernels(
     monkeypatch.setattr(check_cuda, "chosen_units", lambda everything: [unit])
     assert check_cuda.main([]) == status
     assert words in capsys.readouterr().out
+
+
+def test_check_cuda_reads_the_log_of_a_build(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(check_cuda.shutil, "which", lambda name: "nvcc")
+    monkeypatch.setattr(check_cuda, "chosen_units", lambda everything: [])
+    log = tmp_path / "ninja.log"
+    log.write_text("[1/2] Building CUDA object x.cu.o\n" + ptxas("_Z5firstv") + "[2/2] Linking\n")
+    assert check_cuda.main(["--log", str(log)]) == 0
+    assert "1 kernels, 0 compilations, 0 faults" in capsys.readouterr().out
+    log.write_text(ptxas(DECODE, spilled=8))
+    assert check_cuda.main(["--log", str(log)]) == 1
