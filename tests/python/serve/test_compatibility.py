@@ -8,9 +8,9 @@ import logging
 import httpx
 import pytest
 from fake_engine import make_engine
+from rendering import chat_template
 from serving import ANSWER, CHAT, post, serving
 
-from lmdeploy.chat.templates.jinja_template import ChatTemplate
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.config.unsupported import ANY, UNSUPPORTED
 from lmdeploy.serve.routes import ROUTERS
@@ -219,7 +219,7 @@ def test_chat_prompt_ends_as_the_request_says(fields, end):
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     engine = make_engine()
-    engine.loaded.chat_template = PromptTemplate(ChatTemplate(template, origin="test"))
+    engine.loaded.chat_template = PromptTemplate(chat_template(template))
     with serving(engine) as url:
         request = last_request(engine, url, "/v1/chat/completions", messages=OPEN, **fields)
     assert bytes(request.prompt).decode() == f"<user>hello\n{end}"
