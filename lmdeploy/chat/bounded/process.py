@@ -196,7 +196,7 @@ class _Worker:
             self._running = _start(task)
             self._finalizer = weakref.finalize(self._pool() or self, _stop, self._running)
         try:
-            _exchange(self._running, b"", child.MAX_LOAD_SECONDS)
+            _exchange(self._running, b"", seconds=child.MAX_LOAD_SECONDS)
         except (OSError, EOFError):
             code = self._end()
             self.stop()
@@ -212,7 +212,7 @@ class _Worker:
         self.since = time.monotonic()
         request = child._REQUEST.pack(len(data)) + data
         try:
-            return _exchange(self._running, request, child.MAX_SECONDS)
+            return _exchange(self._running, request, seconds=child.MAX_SECONDS)
         except (OSError, EOFError):
             code = self._end()
             if self.is_evicted:
@@ -256,7 +256,7 @@ def _start(task: tuple[str, ...]) -> _Running:
     return _Running(process, ours)
 
 
-def _exchange(running: _Running, request: bytes, seconds: float) -> bytes:
+def _exchange(running: _Running, request: bytes, *, seconds: float) -> bytes:
     """Send a request and return the reply. Raise OSError or EOFError if none comes in time.
 
     A process ends by its own limit before `seconds` and _GRACE_SECONDS, unless it is stopped.
