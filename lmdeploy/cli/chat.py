@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -185,6 +187,44 @@ def _writer(console: Console) -> Iterator[_Write]:
             console.print()
 
 
+@contextmanager
+def _until_ctrl_c(stream: Iterator[Response]) -> Iterator[Iterator[Response]]:
+    """Yield the chunks of a stream, which end with KeyboardInterrupt after Ctrl-C.
+
+    The signal handler raises it only while a chunk is awaited. Elsewhere, such as in a callback of
+    a library, the exception could be lost or leave half a drawing.
+    """
+    is_pressed = is_waiting = False
+
+    def press(*_: object) -> None:
+        nonlocal is_pressed
+        is_pressed = True
+        if is_waiting:
+            raise KeyboardInterrupt
+
+    def chunks() -> Iterator[Response]:
+        nonlocal is_waiting
+        chunk: Response | None
+        while True:
+            is_waiting = True
+            chunk = None if is_pressed else next(stream, None)
+            is_waiting = False
+            if is_pressed:
+                raise KeyboardInterrupt
+            if chunk is None:
+                return
+            yield chunk
+
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield chunks()
+        return
+    earlier = signal.signal(signal.SIGINT, press)
+    try:
+        yield chunks()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+
+
 def _show(chunk: Response, write: _Write) -> None:
     """Write a chunk: reasoning and tool calls dim."""
     write(chunk.reasoning_content or "", "dim")
@@ -212,8 +252,12 @@ def _answer(
             **{"max_new_tokens": limit} | pipeline.engine.loaded.sampling | options
         )
         stream = pipeline.stream_infer(session.messages(line), config)
-        with _writer(console) as write, closing(cast("Generator[Response]", stream)):
-            for last in stream:
+        with (
+            _until_ctrl_c(stream) as chunks,
+            _writer(console) as write,
+            closing(cast("Generator[Response]", stream)),
+        ):
+            for last in chunks:
                 text += last.text
                 _show(last, write)
     except KeyboardInterrupt:

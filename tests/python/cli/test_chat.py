@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,35 @@ def test_talk_continues_a_conversation_after_ctrl_c():
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
     assert "YYO\n[stopped]\n" in out.getvalue() and "continued" in out.getvalue()
     assert prompts[1] == "<user>stop this\n<assistant>YYO\n<user>go on\n<assistant>"
+
+
+def test_ctrl_c_stops_a_response_wherever_it_arrives():
+    class Losing(io.StringIO):
+        """Presses Ctrl-C and loses its exception, as a callback of a library does."""
+
+        def write(self, text: str) -> int:
+            if "O" in text:
+                with suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    lines = iter(["stop this", "and this", "/exit"])
+    out = Losing()
+    handler = signal.getsignal(signal.SIGINT)
+    engine = make_engine(lambda prompt: "YO" + "x" * 500 if "and" not in prompt else "z" * 9)
+    with Pipeline("fake", engine=engine) as pipeline:
+        infer = pipeline.stream_infer
+
+        def stream_infer(*args, **kwargs):
+            for chunk in infer(*args, **kwargs):
+                if chunk.text.startswith("z"):  # as while the next chunk is awaited
+                    signal.raise_signal(signal.SIGINT)
+                yield chunk
+
+        pipeline.stream_infer = stream_infer
+        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
+    assert out.getvalue() == "YO\n[stopped]\n[stopped]\n"
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_sampling_flags_reach_the_engine_over_the_models_defaults():
