@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.interrupts import on_ctrl_c
 from lmdeploy.cli.option_flags import add_flags, flag_values
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.generation import GenerationConfig
@@ -189,14 +188,10 @@ def _writer(console: Console) -> Iterator[_Write]:
 
 @contextmanager
 def _until_ctrl_c(stream: Iterator[Response]) -> Iterator[Iterator[Response]]:
-    """Yield the chunks of a stream, which end with KeyboardInterrupt after Ctrl-C.
-
-    The signal handler raises it only while a chunk is awaited. Elsewhere, such as in a callback of
-    a library, the exception could be lost or leave half a drawing.
-    """
+    """Yield the chunks of a stream. Ctrl-C raises KeyboardInterrupt where a chunk is awaited."""
     is_pressed = is_waiting = False
 
-    def press(*_: object) -> None:
+    def press() -> None:
         nonlocal is_pressed
         is_pressed = True
         if is_waiting:
@@ -215,14 +210,8 @@ def _until_ctrl_c(stream: Iterator[Response]) -> Iterator[Iterator[Response]]:
                 return
             yield chunk
 
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+    with on_ctrl_c(press):
         yield chunks()
-        return
-    earlier = signal.signal(signal.SIGINT, press)
-    try:
-        yield chunks()
-    finally:
-        signal.signal(signal.SIGINT, earlier)
 
 
 def _show(chunk: Response, write: _Write) -> None:
