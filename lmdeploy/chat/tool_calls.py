@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from dataclasses import dataclass
@@ -53,37 +52,16 @@ def join_tool_calls(parts: list[ToolCall]) -> list[ToolCall]:
     ]
 
 
-class JsonObject(dict[str, Any]):
-    """A parsed JSON object that templates can also use as the text that it came from.
+@dataclass(frozen=True)
+class JsonText:
+    """JSON in a message for a template. The filter `tojson` inserts the text unchanged.
 
-    The filter `tojson` returns this text, and so do concatenation and output. So the prompt
-    contains the text that the model wrote.
+    `is_parsed` gives the template an object that is also this text, as in bounded/child.py, unless
+    the text is no object. Otherwise it is a text.
     """
 
-    def __init__(self, text: str) -> None:
-        """Parse `text`. Raise ValueError if it is not a JSON object."""
-        value = json.loads(text)
-        if not isinstance(value, dict):
-            raise ValueError("The JSON text must be an object.")
-        super().__init__(value)
-        self.text = text.strip()
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __add__(self, other: str) -> str:
-        return self.text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self.text
-
-
-def parsed_arguments(text: str) -> JsonObject | str:
-    """Return arguments as an object, or unchanged if they are not JSON."""
-    try:
-        return JsonObject(text or "{}")
-    except (ValueError, RecursionError):
-        return text
+    text: str
+    is_parsed: bool
 
 
 def new_call_id() -> str:

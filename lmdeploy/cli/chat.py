@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.interrupts import on_ctrl_c
 from lmdeploy.cli.option_flags import add_flags, flag_values
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.generation import GenerationConfig
@@ -185,6 +186,34 @@ def _writer(console: Console) -> Iterator[_Write]:
             console.print()
 
 
+@contextmanager
+def _until_ctrl_c(stream: Iterator[Response]) -> Iterator[Iterator[Response]]:
+    """Yield the chunks of a stream. Ctrl-C raises KeyboardInterrupt where a chunk is awaited."""
+    is_pressed = is_waiting = False
+
+    def press() -> None:
+        nonlocal is_pressed
+        is_pressed = True
+        if is_waiting:
+            raise KeyboardInterrupt
+
+    def chunks() -> Iterator[Response]:
+        nonlocal is_waiting
+        chunk: Response | None
+        while True:
+            is_waiting = True
+            chunk = None if is_pressed else next(stream, None)
+            is_waiting = False
+            if is_pressed:
+                raise KeyboardInterrupt
+            if chunk is None:
+                return
+            yield chunk
+
+    with on_ctrl_c(press):
+        yield chunks()
+
+
 def _show(chunk: Response, write: _Write) -> None:
     """Write a chunk: reasoning and tool calls dim."""
     write(chunk.reasoning_content or "", "dim")
@@ -212,8 +241,12 @@ def _answer(
             **{"max_new_tokens": limit} | pipeline.engine.loaded.sampling | options
         )
         stream = pipeline.stream_infer(session.messages(line), config)
-        with _writer(console) as write, closing(cast("Generator[Response]", stream)):
-            for last in stream:
+        with (
+            _until_ctrl_c(stream) as chunks,
+            _writer(console) as write,
+            closing(cast("Generator[Response]", stream)),
+        ):
+            for last in chunks:
                 text += last.text
                 _show(last, write)
     except KeyboardInterrupt:

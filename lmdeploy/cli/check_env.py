@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lmdeploy._turbomind import DeviceCapability
 
 _PACKAGES = (
-    "fastapi",
     "gguf",
     "huggingface-hub",
     "jinja2",
@@ -28,6 +27,7 @@ _PACKAGES = (
     "prometheus-client",
     "pydantic",
     "safetensors",
+    "starlette",
     "tokenizers",
     "uvicorn",
 )

@@ -15,6 +15,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from lmdeploy.base.files import user_cache_folder
+from lmdeploy.cli.interrupts import on_ctrl_c
 
 PROMPT = "you> "
 _LEAVE = "Press Ctrl-C again or Ctrl-D to leave."
@@ -48,6 +49,7 @@ class LineReader:
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
+        self._is_pressed = False
         self._session: PromptSession[str] = PromptSession(
             [("bold", PROMPT)],
             history=open_history(),
@@ -62,18 +64,42 @@ class LineReader:
 
         Ctrl-C with a text removes the text.
         """
-        pressed = False
-        while True:
-            try:  # Ctrl-C between two prompts counts too
-                if pressed:
+        is_leaving = False
+        with on_ctrl_c(self._press):
+            while True:
+                if is_leaving:
                     print(_LEAVE)
-                return self._session.prompt()
-            except KeyboardInterrupt:
-                text = self._session.default_buffer.text
-                self._session.default_buffer.reset()
-                if pressed and not text:
-                    raise EOFError from None
-                pressed = not text
+                try:
+                    return self._prompt()
+                except KeyboardInterrupt:
+                    text = self._session.default_buffer.text
+                    self._session.default_buffer.reset()
+                    if is_leaving and not text:
+                        raise EOFError from None
+                    is_leaving = not text
+
+    def _prompt(self) -> str:
+        """Return a message. Raise KeyboardInterrupt if Ctrl-C is pressed, or was before."""
+        # The library loses a signal that comes while a prompt ends.
+        text = self._session.prompt(pre_run=self._interrupt, handle_sigint=False)
+        if self._is_pressed:
+            self._is_pressed = False
+            raise KeyboardInterrupt
+        return text
+
+    def _press(self) -> None:
+        """Remember a signal. In a prompt, the terminal sends Ctrl-C as a key instead."""
+        self._is_pressed = True
+        loop = self._session.app.loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._interrupt)
+
+    def _interrupt(self) -> None:
+        """End the prompt if Ctrl-C was pressed."""
+        app = self._session.app
+        if self._is_pressed and app.is_running and not app.is_done:
+            self._is_pressed = False
+            app.exit(exception=KeyboardInterrupt)
 
 
 class _FileHistory(FileHistory):

@@ -17,6 +17,7 @@ from lmdeploy.config.kv_format_options import (
     UNCALIBRATED_QUALITIES,
     reported_formats,
 )
+from lmdeploy.config.lite_options import CalibrationOptions, ReportOptions, SearchOptions
 
 _INGREDIENTS = names_of(TurbomindEngineConfig, KV_INGREDIENTS)
 
@@ -31,31 +32,12 @@ def add_lite_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flags(
-    parser: argparse.ArgumentParser, *, tokens: int, text: str = "UTF-8 text file"
+    parser: argparse.ArgumentParser, options: type, *, text: str = "UTF-8 text file"
 ) -> None:
-    """Add the model path and the flags of every command that runs a model over a text.
-
-    `text` is the help of --text.
-    """
+    """Add the model path, --text and the flags of options. `text` is the help of --text."""
     parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument("--text", required=True, type=Path, help=text)
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=tokens,
-        help="most tokens of the text to use (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=2048,
-        help="tokens of one prompt, at most the model's context length (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="compute in FP32, which takes four bytes per weight (default: as a server computes)",
-    )
+    add_flags(parser, options, title="measuring")
     add_log_level(parser)
 
 
@@ -74,39 +56,19 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = commands.add_parser("calibrate", help="create the file for --kv-quality best")
     add_text_flags(
         parser,
-        tokens=16384,
+        CalibrationOptions,
         text="UTF-8 text file, or a .jsonl file with one prompt per line: a string, or an object "
         "with text, prompt or messages",
-    )
-    parser.add_argument(
-        "--mean",
-        default="all",
-        choices=("all", "slow", "none"),
-        help="channels of K whose mean is subtracted; slow means those that RoPE turns by less "
-        "than a quarter turn over the context (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--percentile",
-        type=float,
-        default=100.0,
-        help="percentage of the values that the ranges cover; 99.9 clips outliers "
-        "(default: %(default)s)",
     )
     parser.add_argument("--output", required=True, type=Path, help="file to write")
     parser.set_defaults(run=_calibrate)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from lmdeploy.lite.calibrate import CalibrationOptions, calibrate_file
+    from lmdeploy.lite.calibrate import calibrate_file
 
     check_output(args.output)
-    options = CalibrationOptions(
-        tokens=args.tokens,
-        context=args.context,
-        mean=args.mean,
-        percentile=args.percentile,
-        exact=args.exact,
-    )
+    options = CalibrationOptions(**flag_values(CalibrationOptions, args))
     calibration = calibrate_file(args.model_path, args.text, output=args.output, options=options)
     facts = calibration.facts
     print(
@@ -118,22 +80,10 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("kv-search", help="find the best format per layer for a budget")
-    add_text_flags(parser, tokens=2048)
-    parser.add_argument(
-        "--budget",
-        required=True,
-        type=float,
-        help="bits per value, metadata and 16-bit blocks included (see --at-tokens)",
-    )
-    parser.add_argument(
-        "--at-tokens",
-        type=int,
-        default=8192,
-        help="length of the sequence to which the budget applies (default: %(default)s)",
-    )
+    add_text_flags(parser, SearchOptions)
     parser.add_argument(
         "--formats",
-        default="nvfp4;k=fp8,v=nvfp4;k=none,v=nvfp4;fp8;int8",
+        default=";".join(SearchOptions.formats),
         help="candidate KV formats, separated by semicolons (default: %(default)s)",
     )
     parser.add_argument(
@@ -155,7 +105,7 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _kv_search(args: argparse.Namespace) -> int:
-    from lmdeploy.lite.search import SearchOptions, report_lines, search_file
+    from lmdeploy.lite.search import report_lines, search_file
 
     if args.output is not None:
         check_output(args.output)
@@ -163,12 +113,8 @@ def _kv_search(args: argparse.Namespace) -> int:
             wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}"
             raise refuse("output", str(args.output), wanted=wanted, flag=flag_of("output"))
     options = SearchOptions(
-        budget_bits=args.budget,
-        at_tokens=args.at_tokens,
+        **flag_values(SearchOptions, args),
         formats=tuple(text.strip() for text in args.formats.split(";") if text.strip()),
-        tokens=args.tokens,
-        context=args.context,
-        exact=args.exact,
         cache={
             "kv_quality": args.kv_quality,
             "kv_calibration": args.kv_calibration,
@@ -213,48 +159,13 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="prompt lengths in tokens, separated by commas, at most the model's context length "
         "(default: 2048,8192, without those above it)",
     )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=1 << 30,
-        help="most tokens of each text to measure (default: all)",
-    )
-    parser.add_argument(
-        "--kv-calibration",
-        "--calibration",
-        dest="calibration",
-        metavar="FILE",
-        type=Path,
-        default=None,
-        help="file from `lmdeploy lite calibrate`, for the preset best",
-    )
-    parser.add_argument(
-        "--calibration-text",
-        type=Path,
-        default=None,
-        help="UTF-8 text from which to create the calibration file",
-    )
-    parser.add_argument(
-        "--retrieval-prompts",
-        type=int,
-        default=4,
-        help="prompts with planted values per context (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path(), help="folder for the files (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--name",
-        default="kv-report",
-        help="name of the files without the suffix (default: %(default)s)",
-    )
+    add_flags(parser, ReportOptions, title="measuring")
     add_log_level(parser)
     parser.set_defaults(run=_kv_report)
 
 
 def _kv_report(args: argparse.Namespace) -> int:
     from lmdeploy.lite.divergence import read_text
-    from lmdeploy.lite.report.data import ReportOptions
     from lmdeploy.lite.report.run import make_report, names, numbers
 
     for path in args.text:
@@ -269,12 +180,7 @@ def _kv_report(args: argparse.Namespace) -> int:
         formats=reported_formats() if args.formats is None else names(args.formats),
         qualities=qualities if args.qualities is None else names(args.qualities),
         contexts=() if args.contexts is None else numbers(args.contexts, "--contexts"),
-        max_tokens=args.max_tokens,
-        calibration=args.calibration,
-        calibration_text=args.calibration_text,
-        retrieval_prompts=args.retrieval_prompts,
-        output=args.output,
-        name=args.name,
+        **flag_values(ReportOptions, args),
     )
     report = make_report(options)
     print(

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lmdeploy.cli.engine_flags import add_flags_without_effect, add_log_level
+from lmdeploy.cli.option_flags import add_flags, flag_values
+from lmdeploy.config.lite_options import WeightOptions
 
 # Flags of LMDeploy that describe a calibration data set, which would be downloaded.
 _CALIBRATION_FLAGS = ("--calib-dataset", "--calib-samples", "--calib-seqlen")
@@ -27,32 +29,7 @@ def add_weight_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
             "--work-dir", required=True, type=Path, help="folder to write, new or empty"
         )
         parser.add_argument("--text", required=True, type=Path, help="UTF-8 text file")
-        parser.add_argument(
-            "--w-bits", type=int, default=4, help="bits of a weight; must be 4 (default: 4)"
-        )
-        parser.add_argument(
-            "--w-group-size",
-            type=int,
-            default=128,
-            help="inputs that share a scale, a multiple of 32 that divides the inputs of every "
-            "matrix (default: %(default)s)",
-        )
-        parser.add_argument(
-            "--w-sym", action="store_true", help="store no zero points, which takes less memory"
-        )
-        parser.add_argument(
-            "--tokens",
-            type=int,
-            default=16384,
-            help="most tokens of the text to use; an eighth of them, at most 4,096, measures the "
-            "result (default: %(default)s)",
-        )
-        parser.add_argument(
-            "--context",
-            type=int,
-            default=2048,
-            help="tokens of one prompt, at most the model's context length (default: %(default)s)",
-        )
+        add_flags(parser, WeightOptions, title="quantization")
         for flag in _CALIBRATION_FLAGS:
             parser.add_argument(
                 flag, action=_UseText, help=argparse.SUPPRESS, default=argparse.SUPPRESS
@@ -75,16 +52,9 @@ class _UseText(argparse.Action):
 
 def _quantize(args: argparse.Namespace) -> int:
     from lmdeploy.lite.weights.compare import report_lines
-    from lmdeploy.lite.weights.quantize import WeightOptions, quantize_folder
+    from lmdeploy.lite.weights.quantize import quantize_folder
 
-    options = WeightOptions(
-        method=args.method,
-        bits=args.w_bits,
-        group=args.w_group_size,
-        is_symmetric=args.w_sym,
-        tokens=args.tokens,
-        context=args.context,
-    )
+    options = WeightOptions(args.method, **flag_values(WeightOptions, args))
     scores = quantize_folder(args.model_path, args.text, output=args.work_dir, options=options)
     tokens = next(iter(scores.values())).tokens
     print(f"{args.work_dir}: measured on {tokens:,} tokens that the quantization did not use")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import functools
 import json
 import re
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from lmdeploy.base.checks import flag_of
 from lmdeploy.config.option import DeclaredOption, options_of
+
+_UNSAID: tuple[Any, ...] = (None, [], dataclasses.MISSING)  # defaults that --help leaves out
 
 
 def add_flags(
@@ -37,10 +41,16 @@ def add_flags(
             section, parser.add_argument_group(section)
         )
         text = _help(option, cls, default=None if defaults is None else defaults[option.name])
-        default = option.default if defaults is None else None
+        is_required = option.default is dataclasses.MISSING
+        default = option.default if defaults is None and not is_required else None
         if option.kind is not bool:
             group.add_argument(
-                *option.flags, dest=option.name, default=default, help=text, **_reader(option)
+                *option.flags,
+                dest=option.name,
+                default=default,
+                required=is_required,
+                help=text,
+                **_reader(option),
             )
         elif option.is_optional:
             action = argparse.BooleanOptionalAction
@@ -133,12 +143,14 @@ def _reader(option: DeclaredOption) -> dict[str, Any]:
         found["type"] = json_object
     elif kind in (int, float):
         found["type"] = WHOLE_NUMBER if kind is int else NUMBER
+    elif kind is Path:
+        found["type"] = Path
     return found
 
 
 def _help(option: DeclaredOption, cls: type, *, default: str | None) -> str:
     """Return the text of --help: what the option is, its default, and what a change does."""
-    if default is None and option.kind is not bool and option.default not in (None, []):
+    if default is None and option.kind is not bool and option.default not in _UNSAID:
         default = str(option.default)
     what, _, more = option.meaning.partition(". ")
     what = what.removesuffix(".")

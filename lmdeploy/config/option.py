@@ -85,7 +85,7 @@ class Option:
 class DeclaredOption:
     """An option with the facts that its field and the docstring of its class state.
 
-    `kinds` are the types except None.
+    `kinds` are the types except None. `default` is dataclasses.MISSING if a value is required.
     """
 
     name: str

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.base.checks import check_choice, check_int, check_number
+from lmdeploy.config.lite_options import CalibrationOptions
 from lmdeploy.engine.kv_calibration import Calibration, CalibrationMetadata, write_calibration
 from lmdeploy.engine.plan import longest_position
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
@@ -29,39 +28,9 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Statistics = dict[str, Any]
 
-MEANS = ("all", "slow", "none")
 # The engine's histograms have 16 bins per octave, starting at 2^-20.
 _BINS_PER_OCTAVE = 16
 _FIRST_OCTAVE = -20
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """The options of a calibration.
-
-    Args:
-        tokens: most tokens of the text, or of all prompts, to use.
-        context: tokens of one prompt, at most the model's context length. Longer ones are cut.
-        mean: channels of K whose mean is subtracted: all, those that RoPE turns slowly, or none.
-        percentile: percentage of the values |x| that the ranges cover. 100 covers all values; 99.9
-            clips outliers.
-        exact: compute in FP32 with four bytes per weight, unlike a server.
-
-    Raises:
-        ValueError: if a value is out of range.
-    """
-
-    tokens: int = 16384
-    context: int = 2048
-    mean: Literal["all", "slow", "none"] = "all"
-    percentile: float = 100.0
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("tokens", self.tokens, low=1, flag="--tokens")
-        check_int("context", self.context, low=1, flag="--context")
-        check_choice("mean", self.mean, choices=MEANS, flag="--mean")
-        check_number("percentile", self.percentile, wanted=(50.0, 100.0), flag="--percentile")
 
 
 def calibrate_file(

@@ -8,14 +8,15 @@ the budget is found exactly. Then that table is measured and compared with the u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.base.checks import check_int, check_number, refuse
+from lmdeploy.base.checks import refuse
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import FormatPair, parse_pair
+from lmdeploy.config.lite_options import SearchOptions
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.engine.plan import longest_position
 from lmdeploy.lite.divergence import cut_contexts, evaluate, read_text
@@ -23,47 +24,6 @@ from lmdeploy.lite.prompt_engine import OpenModel, open_model
 
 NONE = FormatPair("none", "none")
 _RESULT = "table"
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """The options of a search.
-
-    Args:
-        budget_bits: most bits per value of a sequence of `at_tokens` tokens, metadata and 16-bit
-            blocks included.
-        at_tokens: length of that sequence.
-        formats: candidate KV formats. 16 bit is always a candidate.
-        tokens: most tokens of the text to use.
-        context: tokens of one prompt, at most the model's context length.
-        exact: compute in FP32 with four bytes per weight, unlike a server.
-        cache: fields of TurbomindEngineConfig for every candidate, such as kv_quality.
-
-    Raises:
-        ValueError: if a value is out of range or a format is unknown.
-    """
-
-    budget_bits: float
-    at_tokens: int = 8192
-    formats: tuple[str, ...] = ("nvfp4", "k=fp8,v=nvfp4", "k=none,v=nvfp4", "fp8", "int8")
-    tokens: int = 2048
-    context: int = 2048
-    exact: bool = False
-    cache: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_number("budget", self.budget_bits, wanted=(1.0, 32.0), flag="--budget")
-        check_int("at_tokens", self.at_tokens, low=64, flag="--at-tokens")
-        check_int("tokens", self.tokens, low=2, flag="--tokens")
-        check_int("context", self.context, low=2, flag="--context")
-        for name in self.formats:
-            parse_pair(name, "formats", flag="--formats")
-
-    def config(self, table: FormatPair | dict[Any, str]) -> TurbomindEngineConfig:
-        """Return the engine options with this format or this table of formats."""
-        given = str(table) if isinstance(table, FormatPair) else table
-        config = TurbomindEngineConfig(kv_cache_format=given)
-        return config if config.kv_format == "none" else replace(config, **self.cache)
 
 
 @dataclass(frozen=True)
@@ -151,7 +111,7 @@ def search(
     uniform = {pair: Measured(sizes.bits(pair), kl[str(pair)]) for pair in candidates}
     # The sum over layers is only an estimate. A uniform candidate that measures better wins.
     for pair, found in uniform.items():
-        if found.bits <= options.budget_bits and found.kl_mean < measured:
+        if found.bits <= options.budget and found.kl_mean < measured:
             table, measured = (pair,) * len(table), found.kl_mean
     bits = sizes.bits(_as_dict(table))
     return SearchResult(
@@ -211,7 +171,7 @@ class Sizes:
 
     def room(self, cheapest: FormatPair) -> int:
         """Return the bytes that the budget leaves if all layers have the cheapest candidate."""
-        budget = self._options.budget_bits
+        budget = self._options.budget
         floor = self.bits(cheapest)
         if floor > budget:
             raise ValueError(

@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
-from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.routing import APIRoute
-from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
@@ -31,11 +29,9 @@ from lmdeploy.serve.http.tracing import RequestTracer
 from lmdeploy.serve.metrics import ErrorCounter, ServerMetrics
 from lmdeploy.serve.rendering.process import MarkdownProcess
 from lmdeploy.serve.routes import ROUTERS
-from lmdeploy.serve.routes.base import BODY_REFERENCE
-from lmdeploy.serve.routes.documentation import finish_schema
+from lmdeploy.serve.routes.documentation import ApiRoute, make_document
 from lmdeploy.serve.routes.web import PUBLIC_PATHS
 from lmdeploy.serve.state import ServerOptions, ServerState
-from lmdeploy.version import __version__
 
 _MAX_THREADS = 64  # of the event loop
 _NEAREST = 3  # paths in an error 404
@@ -43,7 +39,7 @@ _NEAREST = 3  # paths in an error 404
 
 def make_app(
     engine: AsyncEngine, options: ServerOptions | None = None, *, enable_metrics: bool = True
-) -> FastAPI:
+) -> Starlette:
     """Make the application for a running engine. Its shutdown closes the engine."""
     options = options or ServerOptions()
     name = options.model_name or engine.loaded.model_path or "model"
@@ -64,7 +60,7 @@ def make_app(
     )
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         # By default, a loop has as many threads as cores and four more, which slow texts and stores
         # could occupy.
         workers = ThreadPoolExecutor(_MAX_THREADS, "tm-worker")
@@ -81,16 +77,16 @@ def make_app(
         if state.tracer is not None:
             await asyncio.to_thread(state.tracer.close)
 
-    app = FastAPI(
-        title="lmdeploy-fp4",
-        version=__version__,
+    # AuthMiddleware converts the exceptions that no handler here catches.
+    own = dict.fromkeys((ApiError, OptionError, EngineFailure), _on_error)
+    app = Starlette(
+        routes=_routes(),
+        exception_handlers={**own, HTTPException: _on_http_error},
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's page would load its program from elsewhere
-        redoc_url=None,
-        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",
     )
-    _add_errors(app)
-    app.add_middleware(HeadMiddleware)
+    if not options.disable_fastapi_docs:
+        document = make_document(_routes(), has_keys=bool(options.api_keys))
+        app.add_route("/openapi.json", lambda _: JSONResponse(document))
     app.add_middleware(
         AuthMiddleware,
         api_keys=options.api_keys,
@@ -100,26 +96,10 @@ def make_app(
     _check_origins(app, options)
     app.add_middleware(ErrorCounter, metrics=state.metrics)  # runs first, as the last one added
     app.state.server = state
-    for router in ROUTERS:
-        app.include_router(router)
-    _describe_api(app, has_keys=bool(options.api_keys))
     return app
 
 
-class HeadMiddleware:
-    """Answers HEAD as GET. uvicorn leaves out the body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
-        if scope.get("method") == "HEAD" and "HEAD" in _methods_of(scope["path"]):
-            scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)
-
-
-def _check_origins(app: FastAPI, options: ServerOptions) -> None:
+def _check_origins(app: Starlette, options: ServerOptions) -> None:
     """Refuse requests of foreign pages, and name the pages that may read responses."""
     is_default = options.allow_origins is None
     app.add_middleware(
@@ -138,61 +118,28 @@ def _check_origins(app: FastAPI, options: ServerOptions) -> None:
     )
 
 
-def _add_errors(app: FastAPI) -> None:
-    # AuthMiddleware converts the exceptions that no handler here catches.
-    @app.exception_handler(ApiError)
-    @app.exception_handler(OptionError)
-    @app.exception_handler(EngineFailure)
-    async def on_error(_: Request, error: Exception) -> Response:
-        return refusal(error)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}."
-        headers = dict(error.headers or {})
-        if error.status_code == 404:
-            paths = {route.path for route in _routes()}
-            near = get_close_matches(request.url.path, sorted(paths), n=_NEAREST, cutoff=0)
-            message += f" The nearest paths are {', '.join(near)}."
-        elif error.status_code == 405:
-            headers["Allow"] = ", ".join(_methods_of(request.url.path))
-            message += f" Use {headers['Allow']}."
-        response = error_response(ApiError(error.status_code, message))
-        response.headers.update(headers)
-        return response
+async def _on_error(_: Request, error: Exception) -> Response:
+    return refusal(error)
 
 
-def _routes() -> list[APIRoute]:
-    routes = [route for router in ROUTERS for route in router.routes]
-    return [route for route in routes if isinstance(route, APIRoute)]
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = f"{request.method} {path}: {error.detail}."
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        paths = {route.path for route in _routes()}
+        near = get_close_matches(path, sorted(paths), n=_NEAREST, cutoff=0)
+        message += f" The nearest paths are {', '.join(near)}."
+    elif error.status_code == 405:
+        # Starlette names the methods of one route only.
+        found = [route.methods or () for route in _routes() if route.path_regex.match(path)]
+        headers["Allow"] = ", ".join(sorted({method for methods in found for method in methods}))
+        message += f" Use {headers['Allow']}."
+    response = error_response(ApiError(error.status_code, message))
+    response.headers.update(headers)
+    return response
 
 
-def _methods_of(path: str) -> list[str]:
-    """Return the methods that a path accepts. FastAPI names those of one route only.
-
-    A path that accepts both GET and POST acts, so that it does not accept HEAD.
-    """
-    found = [route.methods or () for route in _routes() if route.path_regex.match(path)]
-    methods = {method for methods in found for method in methods}
-    if "GET" in methods and "POST" not in methods:
-        methods.add("HEAD")
-    return sorted(methods)
-
-
-def _describe_api(app: FastAPI, *, has_keys: bool) -> None:
-    """Add the request bodies to /openapi.json, and the API keys."""
-    make_schema = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        schema = make_schema()
-        _, definitions = models_json_schema(
-            [(body, "validation") for router in ROUTERS for body in router.bodies],
-            ref_template=BODY_REFERENCE,
-        )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        finish_schema(schema, has_keys=has_keys)
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def _routes() -> list[ApiRoute]:
+    return [route for router in ROUTERS for route in router.routes]

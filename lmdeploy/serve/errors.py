@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from starlette.responses import JSONResponse
 
 from lmdeploy.base.checks import ContextLengthError, OptionError
 from lmdeploy.base.errors import UnavailableError

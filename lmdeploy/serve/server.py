@@ -35,7 +35,7 @@ from lmdeploy.serve.sampling import read_sampling
 from lmdeploy.serve.state import ServerOptions
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.async_engine import AsyncEngine
@@ -276,7 +276,9 @@ def register_at_proxy(proxy_url: str, url: str, *, model_name: str) -> Callable[
     return remove
 
 
-def make_settings(app: FastAPI, options: ServerOptions, *, tls: TlsFiles | None) -> uvicorn.Config:
+def make_settings(
+    app: Starlette, options: ServerOptions, *, tls: TlsFiles | None
+) -> uvicorn.Config:
     """Return uvicorn's settings. The access log has no queries, because they may contain keys."""
     level = options.log_level.lower()
     settings = uvicorn.Config(

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import StreamingResponse
+from starlette.responses import StreamingResponse
 
 from lmdeploy.response import Response
 from lmdeploy.serve.errors import ApiError, error_body, json_bytes, to_api_error

@@ -24,10 +24,6 @@ CPP_SUFFIXES = {".cc", ".h", ".cu", ".cuh"}
 FIXED = {
     "lmdeploy/api.py": {"pipeline", "serve", "client"},
     "lmdeploy/pipeline.py": {"__init__", "stream_infer", "chat", "get_ppl", "infer"},
-    "lmdeploy/chat/templates/template_limits.py": {  # filters and hooks, which jinja2 calls
-        *("_join_filter", "_check_replace", "_check_indent", "_check_round", "_check_sum"),
-        *("is_safe_attribute", "call_binop"),
-    },
     "tests/cpp/cuda_shim/cublas_lt.cc": {"cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"},
 }
 

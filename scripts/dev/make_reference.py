@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi.routing import APIRoute
-
 from lmdeploy.checkpoint.files.text_part import TEXT_ARCHITECTURES
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
@@ -136,13 +134,9 @@ def make_flags() -> str:
 
 def _bodies() -> Iterator[tuple[str, type[ApiRequest]]]:
     """Yield the path of every POST endpoint with the schema of its body."""
-    models = {model.__name__: model for router in ROUTERS for model in router.bodies}
-    routes = (route for router in ROUTERS for route in router.routes)
-    for route in (route for route in routes if isinstance(route, APIRoute)):
-        extra = route.openapi_extra or {}
-        if "requestBody" in extra:
-            content = extra["requestBody"]["content"]["application/json"]
-            yield route.path, models[content["schema"]["$ref"].rsplit("/", 1)[1]]
+    for route in (route for router in ROUTERS for route in router.routes):
+        if route.about is not None and route.about.body is not None:
+            yield route.path, route.about.body
 
 
 def _allowed(field: dict[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""Tokenizing with bounds on time and memory, for files whose settings are not known to be fast."""
+"""Rendering and tokenizing with limits of time and memory, for files that are not trusted."""

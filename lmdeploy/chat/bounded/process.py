@@ -1,4 +1,4 @@
-"""③ Tokenize in other processes, which end if a text takes too much time or memory."""
+"""②③ Render and tokenize in other processes, which end if that takes too much time or memory."""
 
 from __future__ import annotations
 
@@ -6,80 +6,94 @@ import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 from lmdeploy.base.errors import UnavailableError
 from lmdeploy.chat.bounded import child
 
 logger = logging.getLogger("lmdeploy")
 
-_Process = subprocess.Popen[bytes]
-_MIN_PROCESSES = 2  # one for a slow text
-_MAX_PROCESSES = 4
-_FAIR_SECONDS = 1.0  # for a text while short ones wait
+_PATIENCE_SECONDS = 0.05  # before another process is started
+_FAIR_SECONDS = 1.0  # for a request while short ones wait
 _SHORT_BYTES = 64 << 10
 _GRACE_SECONDS = 1.0  # in which a process must end itself after its own limit
 _TRIES = 2
-_MAX_REPLY_BYTES = 1 << 30
+_MAX_REPLY_BYTES = 4 * child.MAX_OUTPUT_CHARS
 _LIMITS = (-signal.SIGALRM, -signal.SIGABRT)  # statuses of a process that exceeded its own limits
 
 
-class TokenizerPool:
-    """A tokenizer.json in processes of its own. Any thread may use it.
+class ReportedError(RuntimeError):
+    """An error that a process reports, after which it continues."""
 
-    Each process tokenizes one text. If all are busy, a text waits until one is free. A short text
-    ends the oldest of the others if that has taken _FAIR_SECONDS. So slow texts delay it little.
 
-    Raise RuntimeError if the file cannot be loaded within the limits of child.py.
+class LimitError(RuntimeError):
+    """A request exceeds the time or memory of a process."""
+
+
+class BoundedPool:
+    """Processes that perform one task, each for one request at a time. Any thread may use them.
+
+    If all are busy, a request waits for one. After _PATIENCE_SECONDS it starts another, up to
+    `most`. A short request ends the oldest of the others if that has taken _FAIR_SECONDS. So slow
+    requests delay it little. The processes end with the pool.
+
+    Args:
+        task: arguments of child.py.
+        name: what the processes do, for errors.
+        least, most: numbers of processes.
+
+    Raise RuntimeError if the task cannot be prepared within the limits of child.py.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, *task: str, name: str, least: int, most: int) -> None:
+        self.name = name
+        self._task = task
+        self._most = most
         self._changed = threading.Condition()
         self._workers: list[_Worker] = []  # busy ones, and those that are being started
         self._idle: list[_Worker] = []
+        self._num_waiting = 0
         self._is_closed = False
-        for _ in range(_MIN_PROCESSES):
+        for _ in range(least):
             worker = _Worker(self)
-            worker.start(path)
+            worker.start(task)
             self._idle.append(worker)
 
-    def encode(self, text: str, add_special: bool) -> list[int]:
-        """Return the ids of `text`.
+    def run(self, data: bytes) -> bytes:
+        """Return the result of a request.
 
-        Raise RuntimeError for an error of the library or a limit, and UnavailableError if the pool
-        is closed, busy, or loses the process for another reason twice.
+        Raise ReportedError, LimitError, or UnavailableError if the pool is closed, busy, or loses
+        the process for another reason twice.
         """
-        data = text.encode()
         for _ in range(_TRIES):
             worker = self._take(may_evict=len(data) <= _SHORT_BYTES)
             is_good = False
             try:
-                worker.start(self._path)
-                ids = worker.encode(data, add_special=add_special)
+                worker.start(self._task)
+                result = worker.run(data)
                 is_good = True
-                return ids
-            except _LibraryError:
+                return result
+            except ReportedError:
                 is_good = True
                 raise
             except (OSError, EOFError) as error:
-                logger.warning("The process of the tokenizer failed: %s", error)
+                logger.warning("The process of the %s failed: %s", self.name, error)
                 self._check_open()
             finally:
                 self._return(worker, is_good=is_good)
-        raise UnavailableError("The process of the tokenizer ended. Try again later.")
+        raise UnavailableError(f"The process of the {self.name} ended. Try again later.")
 
     def close(self) -> None:
-        """End the processes. Texts that they tokenize raise UnavailableError. Idempotent."""
+        """End the processes. Requests that they have raise UnavailableError. Idempotent."""
         with self._changed:
             self._is_closed = True
             for worker in [*self._workers, *self._idle]:
@@ -87,30 +101,38 @@ class TokenizerPool:
             self._changed.notify_all()
 
     def _take(self, *, may_evict: bool) -> _Worker:
-        """Return a process for one text. Raise UnavailableError if none is free in time."""
-        end = time.monotonic() + child.MAX_SECONDS
+        """Return a process for one request. Raise UnavailableError if none is free in time."""
+        begin = time.monotonic()
+        has_waited = False
         with self._changed:
             while True:
                 self._check_open()
-                if self._idle:
+                if self._idle and (has_waited or not self._num_waiting):  # none overtakes another
                     worker = self._idle.pop()
-                    break
-                if len(self._workers) < _MAX_PROCESSES:
-                    worker = _Worker(self)
+                    if self._idle:
+                        self._changed.notify()
                     break
                 now = time.monotonic()
-                if now >= end:
-                    raise UnavailableError("The tokenizer is busy. Try again later.")
+                ready = begin + child.MAX_SECONDS
+                if now >= ready:
+                    raise UnavailableError(f"The {self.name} is busy. Try again later.")
                 running = [worker for worker in self._workers if not worker.is_evicted]
                 oldest = min(running, key=lambda worker: worker.since, default=None)
-                ready = end
-                if may_evict and oldest is not None:
-                    ready = min(oldest.since + _FAIR_SECONDS, end)
+                if len(self._workers) < self._most:
+                    ready = begin + _PATIENCE_SECONDS if self._workers else now
+                    if ready <= now:
+                        worker = _Worker(self)
+                        break
+                elif may_evict and oldest is not None:
+                    ready = min(oldest.since + _FAIR_SECONDS, ready)
                     if ready <= now:
                         oldest.is_evicted = True
                         oldest.kill()
                         continue
-                self._changed.wait(ready - now)
+                self._num_waiting += 1
+                self._changed.wait(min(ready - now, _FAIR_SECONDS))  # `since` may change
+                self._num_waiting -= 1
+                has_waited = True
             self._workers.append(worker)
             return worker
 
@@ -127,127 +149,143 @@ class TokenizerPool:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UnavailableError("The tokenizer is closed.")
+            raise UnavailableError(f"The {self.name} is closed.")
 
 
-class _LibraryError(RuntimeError):
-    """An error of the library, after which the process continues."""
+class TokenizerPool(BoundedPool):
+    """A tokenizer.json in processes of its own."""
+
+    def __init__(self, path: Path) -> None:
+        # Two, so that a slow text delays none at the beginning.
+        super().__init__("tokenizer", str(path), name="tokenizer", least=2, most=4)
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        """Return the ids of `text`. Raise as `run`."""
+        reply = self.run(bytes([add_special]) + text.encode())
+        if len(reply) % 4:
+            raise UnavailableError("The process of the tokenizer ended. Try again later.")
+        return array("I", reply).tolist()
+
+
+class _Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    channel: socket.socket  # stdin and stdout of the process
 
 
 class _Worker:
     """A process. One thread at a time uses it, and any thread may kill it."""
 
-    def __init__(self, pool: TokenizerPool) -> None:
-        self.since = math.inf  # when the current text began
-        self.is_evicted = False  # another text needs its place
+    def __init__(self, pool: BoundedPool) -> None:
+        self.since = math.inf  # when the current request began
+        self.is_evicted = False  # another request needs its place
+        self._name = pool.name
         self._pool = weakref.ref(pool)
         self._lock = threading.Lock()
         self._is_killed = False
-        self._process: _Process | None = None
+        self._running: _Running | None = None
         self._finalizer: Callable[[], object] = lambda: None
 
-    def start(self, path: Path) -> None:
-        """Start the process if none runs. Raise RuntimeError if it cannot load the file."""
-        if self._process is not None and self._process.poll() is None:
+    def start(self, task: tuple[str, ...]) -> None:
+        """Start the process if none runs. Raise RuntimeError if it cannot prepare for its task."""
+        if self._running is not None and self._running.process.poll() is None:
             return
         self._finalizer()
         with self._lock:
             if self._is_killed:
                 raise EOFError("it was ended")
-            process = subprocess.Popen(
-                [sys.executable, child.__file__, str(path)],
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # panics print a stack trace
-            )
-            self._process = process
-            self._finalizer = weakref.finalize(self._pool() or self, _stop, process)
+            self._running = _start(task)
+            self._finalizer = weakref.finalize(self._pool() or self, _stop, self._running)
         try:
-            with _deadline(process, child.MAX_LOAD_SECONDS):
-                _read_reply(process)
+            _exchange(self._running, b"", seconds=child.MAX_LOAD_SECONDS)
         except (OSError, EOFError):
-            code = process.wait()
+            code = self._end()
             self.stop()
             if self.is_evicted or self._is_killed:
                 raise EOFError("it was ended") from None
             if code not in _LIMITS:
                 raise EOFError(f"it ended with status {code} while it loaded") from None
-            raise RuntimeError("loading it takes too much time or memory") from None
+            raise LimitError("loading it takes too much time or memory") from None
 
-    def encode(self, data: bytes, *, add_special: bool) -> list[int]:
-        """Return the ids of a text. Raise EOFError or OSError if the process ends by no limit."""
-        process = self._process
-        assert process is not None
+    def run(self, data: bytes) -> bytes:
+        """Return the result of a request. Raise EOFError or OSError if it ends by no limit."""
+        assert self._running is not None
         self.since = time.monotonic()
+        request = child._REQUEST.pack(len(data)) + data
         try:
-            with _deadline(process, child.MAX_SECONDS):
-                _stream(process.stdin).write(child._REQUEST.pack(len(data), add_special))
-                _stream(process.stdin).write(data)
-                _stream(process.stdin).flush()
-                reply = _read_reply(process)
+            return _exchange(self._running, request, seconds=child.MAX_SECONDS)
         except (OSError, EOFError):
-            process.kill()
-            code = process.wait()
+            code = self._end()
             if self.is_evicted:
                 raise UnavailableError(
-                    "The text takes the tokenizer long, and others wait. Try again later."
+                    f"The request takes the {self._name} long, and others wait. Try again later."
                 ) from None
             if code in _LIMITS:
-                raise RuntimeError(
-                    f"it takes more than {child.MAX_SECONDS} s or too much memory"
+                raise LimitError(
+                    f"it takes more than {child.MAX_SECONDS:g} s or too much memory"
                 ) from None
             raise EOFError(f"it ended with status {code}") from None
-        return array("I", reply).tolist()
+
+    def _end(self) -> int:
+        """End the process unless it has ended. Return its status."""
+        assert self._running is not None
+        self._running.process.kill()
+        return self._running.process.wait()
 
     def kill(self) -> None:
         """End the process, so that the thread that uses it continues. It is not started again."""
         with self._lock:
             self._is_killed = True
-            if self._process is not None:
-                self._process.kill()
+            if self._running is not None:
+                self._running.process.kill()
 
     def stop(self) -> None:
-        """End the process and close its pipes."""
+        """End the process and close its channel."""
         self._finalizer()
 
 
-@contextmanager
-def _deadline(process: _Process, seconds: float) -> Iterator[None]:
-    """Kill a process that has not ended itself by its own limit, such as a stopped one."""
-    timer = threading.Timer(seconds + _GRACE_SECONDS, process.kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _start(task: tuple[str, ...]) -> _Running:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, child.__file__, *task],
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=subprocess.DEVNULL,  # panics print a stack trace
+        )
+    return _Running(process, ours)
 
 
-def _read_reply(process: _Process) -> bytes:
-    """Return the data of a reply. Raise EOFError if the process has ended."""
-    header = _stream(process.stdout).read(child._REPLY.size)
-    if len(header) < child._REPLY.size:
-        raise EOFError
-    is_error, num_bytes = child._REPLY.unpack(header)
+def _exchange(running: _Running, request: bytes, *, seconds: float) -> bytes:
+    """Send a request and return the reply. Raise OSError or EOFError if none comes in time.
+
+    A process ends by its own limit before `seconds` and _GRACE_SECONDS, unless it is stopped.
+    """
+    end = time.monotonic() + seconds + _GRACE_SECONDS
+
+    def receive(num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        rest = memoryview(data)
+        while rest:
+            running.channel.settimeout(max(end - time.monotonic(), 0))
+            num_read = running.channel.recv_into(rest)
+            if num_read == 0:
+                raise EOFError
+            rest = rest[num_read:]
+        return data
+
+    running.channel.settimeout(seconds + _GRACE_SECONDS)
+    running.channel.sendall(request)
+    is_error, num_bytes = child._REPLY.unpack(receive(child._REPLY.size))
     if num_bytes > _MAX_REPLY_BYTES:
         raise EOFError
-    data = _stream(process.stdout).read(num_bytes)
-    if len(data) < num_bytes or (not is_error and num_bytes % 4):
-        raise EOFError
+    data = bytes(receive(num_bytes))
     if is_error:
-        raise _LibraryError(data.decode(errors="replace"))
+        raise ReportedError(data.decode(errors="replace"))
     return data
 
 
-def _stop(process: _Process) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        with suppress(OSError):  # it still has unsent bytes
-            _stream(stream).close()
-
-
-def _stream(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
+def _stop(running: _Running) -> None:
+    running.process.kill()
+    running.process.wait()
+    running.channel.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmdeploy.chat.detokenize import Detokenizer
-from lmdeploy.chat.tool_calls import Tool, ToolCall, ToolUse, parsed_arguments
+from lmdeploy.chat.tool_calls import JsonText, Tool, ToolCall, ToolUse
 
 if TYPE_CHECKING:
     from lmdeploy.chat.grammar import AnswerGrammar
@@ -255,7 +255,13 @@ def with_object_arguments(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**function, "arguments": parsed_arguments(function["arguments"])}}
+        {
+            **call,
+            "function": {
+                **function,
+                "arguments": JsonText(function["arguments"] or "{}", is_parsed=True),
+            },
+        }
         for call in message["tool_calls"]
         for function in (call["function"],)
     ]

@@ -1,50 +1,43 @@
 """② Render messages to prompt text with the checkpoint's Jinja template.
 
-Templates are downloaded and not trusted. They run in a sandbox with bounds on time and memory
-(chat/templates/template_limits.py). The sizes of the template and of the prompt are limited too.
+Templates are downloaded and not trusted. They run in Jinja's sandbox, in a process with limits of
+time and memory (chat/bounded). The sizes of the template and of the prompt are limited too.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import re
+import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.errors import ModelFormatError, UnavailableError
 from lmdeploy.base.files import read_json_object
+from lmdeploy.chat.bounded.child import MARK_BYTES
+from lmdeploy.chat.bounded.process import BoundedPool, LimitError, ReportedError
 from lmdeploy.chat.templates.message_form import Message, MessageForm, find_form
-from lmdeploy.chat.tool_calls import JsonObject
+from lmdeploy.chat.tool_calls import JsonText
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
     from lmdeploy.chat.tokenizer import Tokenizer
 
 _MAX_TEMPLATE_CHARS = 1 << 20
-_MAX_OUTPUT_CHARS = 64 << 20
-_MAX_INDENT = 16
 _MAX_CONFIG_BYTES = 16 << 20
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"  # names that transformers gives to templates
 _MORE_TEMPLATES = "additional_chat_templates"  # folder of the named ones beside chat_template.jinja
 _FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 
-class PreRenderedJson(str):
-    """A text that the filter `tojson` inserts unchanged, for example because it is JSON."""
-
-
-class _TemplateError(Exception):
-    """An error that a template raises by raise_exception()."""
+def start_renderer() -> BoundedPool:
+    """Start the process that renders templates. A second one starts while that is busy for long."""
+    return BoundedPool("template", name="chat template", least=1, most=2)
 
 
 class ChatTemplate:
-    """A compiled template. Immutable; any thread may use it.
+    """A template. Immutable; any thread may use it. Messages and variables must be JSON values.
 
     Raise ModelFormatError if the source does not compile.
     """
@@ -57,13 +50,36 @@ class ChatTemplate:
         bos_token: str = "",
         eos_token: str = "",
         with_tools: ChatTemplate | None = None,
+        renderer: BoundedPool | None = None,
     ) -> None:
-        """Compile a template. `with_tools` renders the conversations that have tools."""
+        """Check a template.
+
+        Args:
+            source: the text of the template.
+            origin: names its file in errors.
+            bos_token, eos_token: variables of the template.
+            with_tools: renders the conversations that have tools.
+            renderer: the process of `start_renderer`. None starts one.
+        """
         self.source = source
         self.origin = origin
         self.with_tools = with_tools
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._template = _compile(source, origin)
+        if len(source) > _MAX_TEMPLATE_CHARS:
+            raise ModelFormatError(
+                f"{origin}: The chat template has {len(source)} characters. It must have at most "
+                f"{_MAX_TEMPLATE_CHARS}."
+            )
+        self._mark = secrets.token_hex(MARK_BYTES // 2)
+        try:
+            self._renderer = renderer or start_renderer()
+            self._run(None)
+        except ReportedError as error:
+            raise ModelFormatError(f"{origin}: The chat template {error}") from error
+        except (LimitError, UnavailableError) as error:
+            raise ModelFormatError(
+                f"{origin}: The chat template does not compile: {error}"
+            ) from error
 
     @cached_property
     def form(self) -> MessageForm:
@@ -71,8 +87,8 @@ class ChatTemplate:
 
         def try_render(messages: list[Message]) -> str:
             try:
-                return self._render(messages, {"add_generation_prompt": True})
-            except OptionError:
+                return self._run(self._context(messages, {"add_generation_prompt": True}))
+            except ReportedError:
                 return ""
 
         return find_form(try_render)
@@ -96,47 +112,37 @@ class ChatTemplate:
         given = dict(variables or {})
         template = self.with_tools if self.with_tools is not None and given.get("tools") else self
         given["add_generation_prompt"] = add_generation_prompt
-        return template._render(template.form.adapt(messages), given)
+        return template._render(messages, given)
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError
-
-        from lmdeploy.chat.templates.template_limits import TemplateLimitError, limits
-
-        context = {
-            "tools": None,
-            "documents": None,
-            **variables,
-            "messages": messages,
-            **self._tokens,
-        }
-        pieces: list[str] = []
-        size = 0
         try:
-            with limits():
-                for piece in self._template.generate(context):
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > _MAX_OUTPUT_CHARS:
-                        raise _too_long()
-        except TemplateLimitError as error:
+            return self._run(self._context(self.form.adapt(messages), variables))
+        except ReportedError as error:
+            raise OptionError("messages", str(error)) from error
+        except LimitError as error:
             advice = "Shorten it or change --chat-template."
             reason = f"exceeds a limit of the chat template: {error}. {advice}"
             raise OptionError("messages", reason) from error
-        except (_TemplateError, TemplateError) as error:
-            raise OptionError("messages", f"is rejected by the chat template: {error}") from error
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            MemoryError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
-            reason = f"makes the chat template fail: {type(error).__name__}: {error}"
+        except (RecursionError, TypeError, ValueError) as error:
+            reason = f"cannot be given to the chat template: {error}"
             raise OptionError("messages", reason) from error
-        return "".join(pieces)
+
+    def _context(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
+        nothing = {"tools": None, "documents": None}
+        return {**nothing, **variables, "messages": messages, **self._tokens}
+
+    def _run(self, context: dict[str, Any] | None) -> str:
+        """Render the template, or only compile it without a context. Raise as BoundedPool."""
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, JsonText):
+                return {self._mark: (value.text, value.is_parsed)}
+            raise TypeError(f"a value has the type {type(value).__name__}, which JSON lacks")
+
+        request = {"source": self.source, "context": context}
+        text = self._mark + json.dumps(request, ensure_ascii=False, default=marked)
+        reply = self._renderer.run(text.encode(errors="surrogatepass"))
+        return reply.decode(errors="surrogatepass")
 
 
 def template_from_file(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -179,6 +185,7 @@ def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> Cha
 
 def _make(sources: Mapping[str, str], origin: str, *, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the default template, which has that for tools, or the only one."""
+    renderer = start_renderer()
     made: ChatTemplate | None = None
     for name in (_WITH_TOOLS, _DEFAULT):
         if name in sources:
@@ -188,6 +195,7 @@ def _make(sources: Mapping[str, str], origin: str, *, tokenizer: Tokenizer) -> C
                 bos_token=tokenizer.bos_token,
                 eos_token=tokenizer.eos_token,
                 with_tools=made,
+                renderer=renderer,
             )
     assert made is not None, "a file without a template"
     return made
@@ -218,72 +226,3 @@ def _sources_from_json(file: Path) -> dict[str, str]:
                 raise ModelFormatError(f"{file}: chat_template must be a string.")
             sources[name] = named[name]
     return sources
-
-
-def _compile(source: str, origin: str) -> Template:
-    from jinja2 import TemplateError
-
-    from lmdeploy.chat.templates.template_limits import BoundedEnvironment, bounded, limits
-
-    if len(source) > _MAX_TEMPLATE_CHARS:
-        raise ModelFormatError(
-            f"{origin}: The chat template has {len(source)} characters. It must have at most "
-            f"{_MAX_TEMPLATE_CHARS}."
-        )
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = bounded(_to_json)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        with limits():  # compiling runs filters on constants
-            return environment.from_string(_without_generation_marks(source))
-    except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
-        raise ModelFormatError(f"{origin}: The chat template does not compile: {error}") from error
-
-
-def _without_generation_marks(source: str) -> str:
-    """Remove `{% generation %}`, which only marks text for training."""
-    return re.sub(
-        r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 if true %}{% endif \2%}", source
-    )
-
-
-def _raise_exception(message: object) -> None:
-    raise _TemplateError(str(message)[:1000])
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    *,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    if isinstance(value, PreRenderedJson):
-        return str(value)
-    if isinstance(value, JsonObject) and indent is None and separators is None and not sort_keys:
-        return value.text
-    width = len(indent) if isinstance(indent, str) else indent or 0
-    if width > _MAX_INDENT:
-        raise _TemplateError(f"tojson has indent={width}. It must be at most {_MAX_INDENT}.")
-    # Unlike Jinja's own filter, this one does not escape for HTML.
-    encoder = json.JSONEncoder(
-        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-    text, size = io.StringIO(), 0
-    for piece in encoder.iterencode(value):
-        size += text.write(piece)
-        if size > _MAX_OUTPUT_CHARS:
-            raise _too_long()
-    return text.getvalue()
-
-
-def _too_long() -> _TemplateError:
-    return _TemplateError(f"The prompt has more than {_MAX_OUTPUT_CHARS} characters.")

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lmdeploy.base.checks import check_int, refuse
-from lmdeploy.config.kv_format_options import KV_QUALITIES, UNCALIBRATED_QUALITIES, reported_formats
+from lmdeploy.config.lite_options import ReportOptions
 from lmdeploy.lite.divergence import cut_contexts
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
 from lmdeploy.lite.report import costs
@@ -24,86 +23,6 @@ from lmdeploy.lite.report.scores import ScoreFolder
 from lmdeploy.lite.retrieval import ask, make_prompt, recall_summary
 
 TOKENS_PER_PAIR = 64  # tokens of context per pair; the pair and its question take 20 of them
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """The options of a report.
-
-    Args:
-        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
-        texts: UTF-8 files. The first is used for all measurements, the others only for the scores
-            at the first context.
-        formats: KV formats to measure.
-        qualities: presets to measure with each format.
-        contexts: prompt lengths in tokens, at most the model's context length. If empty, those of
-            DEFAULT_CONTEXTS that the model supports, or else its context length.
-        max_tokens: most tokens of each text to use.
-        calibration: calibration file for the preset `best`.
-        calibration_text: text from which the calibration file is created if `calibration` is None.
-        retrieval_prompts: prompts with planted pairs per context.
-        output: folder for the files.
-        name: name of the files without the suffix.
-
-    Raises:
-        ValueError: if a value is unknown, out of range or missing.
-    """
-
-    model_path: str
-    texts: tuple[Path, ...]
-    formats: tuple[str, ...] = field(default_factory=reported_formats)
-    qualities: tuple[str, ...] = UNCALIBRATED_QUALITIES
-    contexts: tuple[int, ...] = ()
-    max_tokens: int = 1 << 30
-    calibration: Path | None = None
-    calibration_text: Path | None = None
-    retrieval_prompts: int = 4
-    output: Path = field(default_factory=Path.cwd)
-    name: str = "kv-report"
-
-    def __post_init__(self) -> None:
-        for flag, names, known in (
-            ("--formats", self.formats, reported_formats()),
-            ("--qualities", self.qualities, KV_QUALITIES),
-        ):
-            unknown = [name for name in names if name not in known]
-            if unknown or not names:
-                raise ValueError(f"{flag} is {names}. It must be some of {', '.join(known)}.")
-        for context in self.contexts:
-            check_int("contexts", context, low=256, flag="--contexts")
-        check_int("max_tokens", self.max_tokens, low=1, flag="--max-tokens")
-        check_int("retrieval_prompts", self.retrieval_prompts, low=1, flag="--retrieval-prompts")
-        if len({path.stem for path in self.texts}) != len(self.texts):
-            raise ValueError("--text contains two files with the same name. Rename one.")
-        self._check_calibration()
-
-    def _check_calibration(self) -> None:
-        if self.calibration and self.calibration_text:
-            raise ValueError(
-                "--calibration-text cannot be combined with --kv-calibration. Remove one of them."
-            )
-        if (self.calibration or self.calibration_text) and "best" not in self.qualities:
-            raise ValueError(
-                "--kv-calibration and --calibration-text apply only to the quality best. Add best "
-                "to --qualities or remove the flag."
-            )
-        if "best" in self.qualities and not (self.calibration or self.calibration_text):
-            raise ValueError(
-                "The quality best needs a calibration file. Pass --kv-calibration, or "
-                "--calibration-text to create one."
-            )
-        if self.calibration and not self.calibration.is_file():
-            raise refuse(
-                "kv_calibration",
-                str(self.calibration),
-                wanted="an existing file",
-                flag="--kv-calibration",
-            )
-
-    @property
-    def parts(self) -> Path:
-        """Return the folder with the saved measurements."""
-        return self.output / f"{self.name}.parts"
 
 
 class Measurements:

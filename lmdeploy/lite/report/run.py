@@ -10,12 +10,13 @@ from pathlib import Path
 
 from lmdeploy.base.checks import refuse
 from lmdeploy.base.installed import install_command
+from lmdeploy.config.lite_options import CalibrationOptions, ReportOptions
 from lmdeploy.engine.model_files import open_files
 from lmdeploy.engine.plan import longest_position
 from lmdeploy.lite.divergence import read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 from lmdeploy.lite.report.cells import make_cells
-from lmdeploy.lite.report.data import Measurements, Report, ReportOptions
+from lmdeploy.lite.report.data import Measurements, Report
 from lmdeploy.lite.report.page import write_page
 from lmdeploy.lite.report.plot import can_draw, write_plot
 
@@ -53,7 +54,7 @@ def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
     if "best" not in options.qualities or options.calibration:
         return options.calibration
     from lmdeploy.engine.kv_calibration import write_calibration
-    from lmdeploy.lite.calibrate import CalibrationOptions, calibrate
+    from lmdeploy.lite.calibrate import calibrate
 
     assert options.calibration_text is not None
     text = read_text(options.calibration_text, flag="--calibration-text")

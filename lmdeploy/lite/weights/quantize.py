@@ -4,65 +4,23 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.base.checks import check_bool, check_choice, check_int, refuse
+from lmdeploy.base.checks import refuse
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.files.tensor_file import PLAIN_FORMATS
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
+from lmdeploy.config.lite_options import WeightOptions
 from lmdeploy.lite.divergence import Score, cut_contexts, read_text
 from lmdeploy.lite.weights.compare import compare_folders
 from lmdeploy.lite.weights.folder import write_folder
 from lmdeploy.lite.weights.layers import MATRICES, quantize_layers, round_layers
-from lmdeploy.lite.weights.rounding import BITS, Grid
+from lmdeploy.lite.weights.rounding import Grid
 from lmdeploy.models.structure import Structure
 
-METHODS = ("gptq", "awq")
-_BLOCK = 32  # inputs of a block in the engine
 _WORD_OUTPUTS = 8  # outputs that share a word of a folder
 _MAX_EVALUATED = 4096  # tokens
-
-
-@dataclass(frozen=True)
-class WeightOptions:
-    """The options of a quantization.
-
-    Args:
-        method: gptq or awq.
-        bits: bits of a code, which must be 4.
-        group: consecutive inputs with the same scale.
-        is_symmetric: whether every zero is the middle of the codes.
-        tokens: most tokens of the text to use.
-        context: tokens of one prompt, at most the model's context length.
-
-    Raises:
-        ValueError: if a value is out of range.
-    """
-
-    method: str
-    bits: int = BITS
-    group: int = 128
-    is_symmetric: bool = False
-    tokens: int = 16384
-    context: int = 2048
-
-    def __post_init__(self) -> None:
-        check_choice("method", self.method, choices=METHODS)
-        check_choice("w_bits", self.bits, choices=(BITS,), flag="--w-bits")
-        check_int("w_group_size", self.group, low=_BLOCK, flag="--w-group-size")
-        if self.group % _BLOCK:
-            wanted = f"a multiple of {_BLOCK}"
-            raise refuse("w_group_size", self.group, wanted=wanted, flag="--w-group-size")
-        check_bool("w_sym", self.is_symmetric, flag="--w-sym")
-        check_int("tokens", self.tokens, low=1, flag="--tokens")
-        check_int("context", self.context, low=2, flag="--context")
-
-    @property
-    def grid(self) -> Grid:
-        """Return the rule for groups."""
-        return Grid(self.group, self.is_symmetric)
 
 
 def quantize_folder(
@@ -81,12 +39,12 @@ def quantize_folder(
     check_empty(output)
     text = read_text(text_path)
     checkpoint = open_checkpoint(resolve_model(model_path))
-    check_model(checkpoint, options.grid)
+    grid, method = Grid(options.w_group_size, options.w_sym), options.method
+    check_model(checkpoint, grid)
     ids = tokenizer_from_folder(checkpoint.path).encode(text, add_special=False)
     context = min(options.context, checkpoint.config.max_position)
     prompts, kept = split_text(ids, context, max_tokens=options.tokens)
     output.mkdir(exist_ok=True)
-    grid, method = options.grid, options.method
     layers = quantize_layers(checkpoint, prompts, method=method, grid=grid)
     write_folder(checkpoint, output, layers=layers, method=method, grid=grid)
     with tempfile.TemporaryDirectory(dir=output.parent) as name:

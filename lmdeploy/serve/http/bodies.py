@@ -17,7 +17,7 @@ from lmdeploy.base.checks import show
 from lmdeploy.serve.errors import ApiError, client_gone
 
 if TYPE_CHECKING:
-    from fastapi import Request
+    from starlette.requests import Request
 
 T = TypeVar("T")
 

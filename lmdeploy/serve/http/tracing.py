@@ -18,8 +18,8 @@ from lmdeploy.base.installed import install_command
 from lmdeploy.serve.errors import ApiError
 
 if TYPE_CHECKING:
-    from fastapi import Request
     from opentelemetry.trace import Span
+    from starlette.requests import Request
 
     from lmdeploy.serve.jobs import Job, PreparedRequest
 

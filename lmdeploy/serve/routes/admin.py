@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from lmdeploy.base.checks import show
 from lmdeploy.serve.auth import owner_of
 from lmdeploy.serve.errors import ApiError, error_response
 from lmdeploy.serve.http.sessions import NO_SESSION
 from lmdeploy.serve.routes.base import ApiRouter, check_model, post, state_of
-from lmdeploy.serve.routes.documentation import documented
+from lmdeploy.serve.routes.documentation import About
 from lmdeploy.serve.schema import ApiRequest
 from lmdeploy.serve.state import ServerState
 
 router = ApiRouter()
-_METRICS = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(404)}
 
 
 class AbortRequest(ApiRequest):
@@ -28,7 +27,7 @@ class AbortRequest(ApiRequest):
     session_id: int | str | None = None
 
 
-@router.get("/health", responses=documented(503))
+@router.on("/health", "GET", about=About((503,)))
 async def health(request: Request) -> Response:
     """Return 200 if the engine is healthy or sleeps, else 503."""
     engine = state_of(request).engine
@@ -66,30 +65,32 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
+@router.on("/v1/models", "GET")
+async def models(request: Request) -> Response:
     """List the served model, in Anthropic's form for requests with `anthropic-version`."""
     if _is_anthropic(request):
         return await anthropic_models(request)
-    return {"object": "list", "data": [_card(state_of(request))]}
+    return JSONResponse({"object": "list", "data": [_card(state_of(request))]})
 
 
-@router.get("/anthropic/v1/models", responses=documented())
-async def anthropic_models(request: Request) -> dict[str, Any]:
+@router.on("/anthropic/v1/models", "GET")
+async def anthropic_models(request: Request) -> Response:
     """Return the served model in Anthropic's form."""
     card = _anthropic_card(state_of(request))
-    return {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    return JSONResponse(
+        {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    )
 
 
-@router.get("/v1/models/{name:path}", responses=documented(404))
-async def model(request: Request, name: str) -> dict[str, Any]:
+@router.on("/v1/models/{name:path}", "GET", about=About((404,)))
+async def model(request: Request) -> Response:
     """Return the served model. `name` may contain slashes."""
     state = state_of(request)
-    check_model(state, name)
-    return _anthropic_card(state) if _is_anthropic(request) else _card(state)
+    check_model(state, request.path_params["name"])
+    return JSONResponse((_anthropic_card if _is_anthropic(request) else _card)(state))
 
 
-@router.get("/metrics", response_class=Response, responses=_METRICS)
+@router.on("/metrics", "GET", about=About((404,), content="text/plain"))
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus text format."""
     state = state_of(request)

@@ -7,10 +7,11 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.response import Response as Answer
@@ -21,28 +22,44 @@ from lmdeploy.serve.http.bodies import check_content_type
 from lmdeploy.serve.http.sessions import SessionId
 from lmdeploy.serve.http.tracing import RequestSpan
 from lmdeploy.serve.jobs import Job, PreparedRequest, check_size, close_all, collect_all, submit_all
-from lmdeploy.serve.routes.documentation import OF_POST, documented
-from lmdeploy.serve.schema import (
-    ApiRequest,
-    parse_request,
-)
+from lmdeploy.serve.routes.documentation import OF_POST, About, ApiRoute
+from lmdeploy.serve.schema import ApiRequest, parse_request
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import SseResponse
 
 logger = logging.getLogger("lmdeploy")
 
-BODY_REFERENCE = "#/components/schemas/{model}"
 R = TypeVar("R", bound=ApiRequest)
 T = TypeVar("T")
 Handler = Callable[[Request, R], Awaitable[Response]]
+_Function = TypeVar("_Function", bound=Callable[[Request], Awaitable[Response]])
+_PLAIN = About()
 
 
-class ApiRouter(APIRouter):
-    """The routes of one module, and the classes of their bodies."""
+class ApiRouter:
+    """The routes of one module."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.bodies: list[type[ApiRequest]] = []
+        self.routes: list[ApiRoute] = []
+
+    def on(
+        self, path: str, *methods: str, about: About | None = _PLAIN
+    ) -> Callable[[_Function], _Function]:
+        """Register the decorated function for requests with these methods.
+
+        As in Starlette, HEAD comes with GET. A path that accepts both GET and POST acts, so that it
+        does not accept HEAD.
+        """
+
+        def register(endpoint: _Function) -> _Function:
+            route = ApiRoute(path, endpoint, methods=methods)
+            if route.methods is not None and "POST" in methods:
+                route.methods.discard("HEAD")
+            route.about = about
+            self.routes.append(route)
+            return endpoint
+
+        return register
 
 
 def state_of(request: Request) -> ServerState:
@@ -62,8 +79,6 @@ def post(
 ) -> Callable[[Handler[R]], Handler[R]]:
     """Register the decorated function for POST requests and describe it in /openapi.json.
 
-    FastAPI does not parse the bodies, because its errors do not have OpenAI's format.
-
     Args:
         router: the router of the endpoint's module.
         path: the endpoint's path.
@@ -73,10 +88,11 @@ def post(
             handler reserves the slot.
         events: it can send server-sent events.
     """
-    schema = {"$ref": BODY_REFERENCE.format(model=body.__name__)}
-    described = {"required": True, "content": {"application/json": {"schema": schema}}}
+    about = About((*OF_POST, *errors), body, events=events)
 
     def register(handler: Handler[R]) -> Handler[R]:
+        @router.on(path, "POST", about=about)
+        @wraps(handler)
         async def endpoint(request: Request) -> Response:
             state = state_of(request)
             try:
@@ -89,16 +105,6 @@ def post(
             except Exception as error:
                 return refusal(error, path)
 
-        router.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            name=handler.__name__,
-            description=handler.__doc__,
-            responses=documented(*OF_POST, *errors, events=events),
-            openapi_extra={"requestBody": described},
-        )
-        router.bodies.append(body)
         return handler
 
     return register

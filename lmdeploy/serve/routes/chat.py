@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from fastapi import Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import start_of_ids

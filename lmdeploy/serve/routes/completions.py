@@ -7,8 +7,9 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
-from fastapi import Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.tokenizer import without_surrogates

@@ -1,13 +1,18 @@
-"""The responses of the endpoints, as /openapi.json describes them."""
+"""/openapi.json, made from the routes and what they say about themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
 
 from lmdeploy.serve.errors import ANTHROPIC_PATHS
+from lmdeploy.version import __version__
 
 _DESCRIPTIONS = {
     400: "A field of the request is wrong, or the client disconnected.",
@@ -23,9 +28,10 @@ _DESCRIPTIONS = {
     503: "The engine failed, the server is stopping, or it holds as many requests as it takes.",
 }
 _OF_ALL = (403, 421)  # the errors of every endpoint
-OF_POST = (400, 408, 413, 415, 500, 503)  # the errors of every POST endpoint
-# With `stream`. Tools disagree whether a schema describes an event or the whole text.
-EVENTS = {"content": {"text/event-stream": {"schema": {"description": "Server-sent events."}}}}
+OF_POST = (400, 408, 413, 415, 500, 503)  # the errors of every endpoint with a body
+_REFERENCE = "#/components/schemas/{model}"
+# Tools disagree whether a schema describes an event or the whole text.
+_EVENTS = {"text/event-stream": {"schema": {"description": "Server-sent events."}}}
 
 
 class ErrorDetail(BaseModel):
@@ -50,57 +56,89 @@ class AnthropicError(BaseModel):
     error: dict[str, Any]  # type, message and perhaps details
 
 
-Documented = dict[int | str, dict[str, Any]]
+@dataclass(frozen=True)
+class About:
+    """What /openapi.json says about a route besides its path and methods.
 
-
-def documented(*statuses: int, events: bool = False) -> Documented:
-    """Return FastAPI's `responses` for errors with these statuses.
-
-    `events`: the response can be a stream of server-sent events.
+    Args:
+        errors: statuses besides those of every endpoint.
+        body: the class of the JSON body. None if it has none.
+        query: the schemas of the query's parameters.
+        content: the media type of the response.
+        events: the response can be a stream of server-sent events.
     """
-    errors: Documented = {
-        status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]}
-        for status in sorted(statuses)
-    }
-    return {200: EVENTS, **errors} if events else errors
+
+    errors: Sequence[int] = ()
+    body: type[BaseModel] | None = None
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    content: str = "application/json"
+    events: bool = False
 
 
-def finish_schema(schema: dict[str, Any], *, has_keys: bool) -> None:
-    """Complete the schema of FastAPI in place.
+class ApiRoute(Route):
+    """A route that /openapi.json describes, unless `about` is None."""
 
-    FastAPI describes its own validation errors, which this server replaces. With API keys, every
-    endpoint except /health needs one.
-    """
-    schemas = schema["components"]["schemas"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    refused = {str(status): _described(status) for status in _OF_ALL}
-    for path, operations in schema["paths"].items():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            operation["responses"].update(refused)
-            if has_keys and path != "/health":
-                operation["responses"]["401"] = _described(401)
-                operation["security"] = [{"api_key": []}]
-        if path.startswith(ANTHROPIC_PATHS):
-            schemas[AnthropicError.__name__] = AnthropicError.model_json_schema()
-            _set_error_model(operations.values(), AnthropicError.__name__)
+    about: About | None = None
+
+
+def make_document(routes: Iterable[ApiRoute], *, has_keys: bool) -> dict[str, Any]:
+    """Return /openapi.json. With API keys, every endpoint except /health needs one."""
+    paths: dict[str, dict[str, Any]] = {}
+    models: list[type[BaseModel]] = [ErrorResponse, AnthropicError]
+    for route in routes:
+        if route.about is None:
+            continue
+        if route.about.body is not None:
+            models.append(route.about.body)
+        operation = _operation(route, route.about, needs_key=has_keys and route.path != "/health")
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            named = {**operation, "operationId": f"{route.name}_{method.lower()}"}
+            paths.setdefault(route.path_format, {})[method.lower()] = named
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REFERENCE
+    )
+    components = {"schemas": definitions["$defs"]}
     if has_keys:
-        scheme = {"type": "http", "scheme": "bearer"}
-        schema["components"]["securitySchemes"] = {"api_key": scheme}
+        components["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "lmdeploy-fp4", "version": __version__},
+        "paths": paths,
+        "components": components,
+    }
 
 
-def _set_error_model(operations: Iterable[dict[str, Any]], name: str) -> None:
-    """Let the errors of operations have another model."""
-    schema = {"$ref": f"#/components/schemas/{name}"}
-    for operation in operations:
-        for status, response in operation["responses"].items():
-            if int(status) >= 400:
-                content = {"application/json": {"schema": schema}}
-                operation["responses"][status] = {**response, "content": content}
+def _operation(route: ApiRoute, about: About, *, needs_key: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {about.content: {"schema": {}}}
+    operation: dict[str, Any] = {
+        "summary": route.name.replace("_", " ").title(),
+        "description": inspect.getdoc(route.endpoint),
+        "parameters": list(_parameters(route, about)),
+        "responses": {
+            "200": {
+                "description": "Successful Response",
+                "content": content | _EVENTS if about.events else content,
+            }
+        },
+    }
+    if about.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(about.body.__name__)}
+    is_anthropic = route.path.startswith(ANTHROPIC_PATHS)
+    model = (AnthropicError if is_anthropic else ErrorResponse).__name__
+    for status in sorted({*about.errors, *_OF_ALL, *((401,) if needs_key else ())}):
+        described = {"description": _DESCRIPTIONS[status], "content": _json(model)}
+        operation["responses"][str(status)] = described
+    if needs_key:
+        operation["security"] = [{"api_key": []}]
+    return operation
 
 
-def _described(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ErrorResponse"}
-    content = {"application/json": {"schema": schema}}
-    return {"description": _DESCRIPTIONS[status], "content": content}
+def _parameters(route: ApiRoute, about: About) -> Iterator[dict[str, Any]]:
+    for name in route.param_convertors:
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    for name, schema in about.query.items():
+        yield {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+def _json(model: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model)}}}

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.config.generation import GenerationConfig

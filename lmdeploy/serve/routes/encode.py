@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_chat, encode_text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Request
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.routes.base import ApiRouter, state_of
-from lmdeploy.serve.routes.documentation import documented
+from lmdeploy.serve.routes.documentation import About
 from lmdeploy.serve.state import ServerState
 
 if TYPE_CHECKING:
@@ -17,29 +18,31 @@ if TYPE_CHECKING:
 router = ApiRouter()
 
 
-@router.get("/v1/engine/stats", responses=documented(404))
-async def engine_stats(request: Request) -> dict[str, Any]:
+@router.on("/v1/engine/stats", "GET", about=About((404,)))
+async def engine_stats(request: Request) -> Response:
     """Return the state of the KV cache and the engine's counters since its start."""
     state = state_of(request)
     if not state.enable_metrics:
         raise ApiError(404, "/v1/engine/stats is disabled by --disable-metrics.")
     stats = state.engine.stats()
-    return {
-        "model": state.model_name,
-        "healthy": state.engine.healthy,
-        "requests": {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "preemptions": stats.num_preemptions,
-        },
-        "tokens": {"prompt": stats.prompt_tokens, "generated": stats.generated_tokens},
-        "prefix_cache": {
-            "queried_tokens": stats.prefix_queried_tokens,
-            "hit_tokens": stats.prefix_hit_tokens,
-            "cut_tokens": stats.prefix_cut_tokens,
-        },
-        "kv_cache": _kv_cache(state, stats),
-    }
+    return JSONResponse(
+        {
+            "model": state.model_name,
+            "healthy": state.engine.healthy,
+            "requests": {
+                "running": stats.num_running,
+                "waiting": stats.num_waiting,
+                "preemptions": stats.num_preemptions,
+            },
+            "tokens": {"prompt": stats.prompt_tokens, "generated": stats.generated_tokens},
+            "prefix_cache": {
+                "queried_tokens": stats.prefix_queried_tokens,
+                "hit_tokens": stats.prefix_hit_tokens,
+                "cut_tokens": stats.prefix_cut_tokens,
+            },
+            "kv_cache": _kv_cache(state, stats),
+        }
+    )
 
 
 def _kv_cache(state: ServerState, stats: _turbomind.EngineStats) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
-from fastapi import Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_text

@@ -5,30 +5,33 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from typing import Annotated
 
-from fastapi import Query, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from lmdeploy.base.checks import show
 from lmdeploy.engine.async_engine import SLEEPING_PARTS
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.routes.base import ApiRouter, state_of
-from lmdeploy.serve.routes.documentation import documented
+from lmdeploy.serve.routes.documentation import About
 
 logger = logging.getLogger("lmdeploy")
 
 router = ApiRouter()
+_ERRORS = (400, 500, 503)
+_SLEEP = About(_ERRORS, query={"level": {"type": "string", "default": "1"}})
+_WAKEUP = About(_ERRORS, query={"tags": {"type": "array", "items": {"type": "string"}}})
 _FETCH_SITES = (None, "none", "same-origin")  # values of Sec-Fetch-Site of the server's own pages
 
 
-@router.post("/sleep", responses=documented(400, 500, 503))
-async def sleep(request: Request, level: str = "1") -> Response:
+@router.on("/sleep", "POST", about=_SLEEP)
+async def sleep(request: Request) -> Response:
     """Free the weights and the KV cache, and end running requests with `abort`.
 
     Both levels of LMDeploy do the same. Needs an API key; without keys, a client on this machine.
     """
     check_operator(request)
+    level = request.query_params.get("level", "1")
     if level not in ("1", "2"):
         raise ApiError(400, f"level is {show(level)}. It must be 1 or 2.", param="level")
     await asyncio.to_thread(state_of(request).engine.sleep)
@@ -36,16 +39,16 @@ async def sleep(request: Request, level: str = "1") -> Response:
     return JSONResponse({"is_sleeping": True})
 
 
-@router.post("/wakeup", responses=documented(400, 500, 503))
-@router.post("/wake_up", responses=documented(400, 500, 503))  # vLLM's name
-async def wakeup(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+@router.on("/wakeup", "POST", about=_WAKEUP)
+@router.on("/wake_up", "POST", about=_WAKEUP)  # vLLM's name
+async def wakeup(request: Request) -> Response:
     """Load the model again. `tags` asks for one part, `weights` or `kv_cache`.
 
     The engine wakes when both parts have been asked for. Needs an API key; without keys, a client
     on this machine.
     """
     check_operator(request)
-    parts = tags or list(SLEEPING_PARTS)
+    parts = request.query_params.getlist("tags") or list(SLEEPING_PARTS)
     for part in parts:
         if part not in SLEEPING_PARTS:
             wanted = " or ".join(sorted(SLEEPING_PARTS))
@@ -58,14 +61,13 @@ async def wakeup(request: Request, tags: Annotated[list[str] | None, Query()] = 
     return JSONResponse({"is_sleeping": engine.is_sleeping})
 
 
-@router.get("/is_sleeping")
-async def is_sleeping(request: Request) -> dict[str, bool]:
+@router.on("/is_sleeping", "GET")
+async def is_sleeping(request: Request) -> Response:
     """Return whether the engine sleeps."""
-    return {"is_sleeping": state_of(request).engine.is_sleeping}
+    return JSONResponse({"is_sleeping": state_of(request).engine.is_sleeping})
 
 
-@router.get("/terminate", responses=documented(400))
-@router.post("/terminate", responses=documented(400))
+@router.on("/terminate", "GET", "POST", about=About((400,)))
 async def terminate(request: Request) -> Response:
     """Stop the server as SIGTERM does, if --allow-terminate-by-client is set.
 

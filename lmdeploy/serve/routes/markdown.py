@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.serve.errors import ApiError, JsonResponse
 from lmdeploy.serve.rendering.child import MAX_SECONDS

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from fastapi import Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError, refuse, show
 from lmdeploy.chat.tool_calls import ToolCall

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.config.generation import GenerationConfig

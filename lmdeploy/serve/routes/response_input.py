@@ -18,14 +18,11 @@ Item = dict[str, Any]
 MAX_ITEMS = 100  # in one response of GET /v1/responses/{response_id}/input_items
 _DEFAULT_ITEMS = 20
 # The query of that endpoint, as /openapi.json describes it.
-ITEM_QUERY: list[Item] = [
-    {"name": name, "in": "query", "required": False, "schema": schema}
-    for name, schema in (
-        ("after", {"type": "string"}),
-        ("limit", {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS}),
-        ("order", {"type": "string", "enum": ["asc", "desc"]}),
-    )
-]
+ITEM_QUERY: dict[str, Item] = {
+    "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS},
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+}
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _SUMMARIES = ("auto", "concise", "detailed", None)
 # Type of an item → the beginning of its id.

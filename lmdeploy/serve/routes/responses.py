@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fastapi import Request, Response
 from pydantic import Field, PrivateAttr
+from starlette.requests import Request
+from starlette.responses import Response
 
 from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.config.generation import MAX_LOGPROBS
@@ -23,7 +24,7 @@ from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.routes.base import ApiRouter, Endpoint, check_model, post, respond, state_of
 from lmdeploy.serve.routes.conversation import count_prompt_tokens, prepare_conversation
-from lmdeploy.serve.routes.documentation import documented
+from lmdeploy.serve.routes.documentation import About
 from lmdeploy.serve.routes.response_input import (
     ITEM_QUERY,
     Item,
@@ -407,8 +408,8 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
     return await respond(request, endpoint=_ENDPOINT, body=body)
 
 
-@router.post("/v1/responses/compact", include_in_schema=False)
-async def compact() -> Response:
+@router.on("/v1/responses/compact", "POST", about=None)
+async def compact(request: Request) -> Response:
     """Refuse a compaction: clients expect 404, but this path fits that of a stored response."""
     return error_response(ApiError(404, "Compaction is not supported. Send shorter conversations."))
 
@@ -434,31 +435,32 @@ async def input_tokens(request: Request, body: InputTokensRequest) -> Response:
     return JsonResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-@router.get("/v1/responses/{response_id}", responses=documented(404))
-async def get_response(request: Request, response_id: str) -> Response:
+@router.on("/v1/responses/{response_id}", "GET", about=About((404,)))
+async def get_response(request: Request) -> Response:
     """Return a stored response."""
+    response_id = request.path_params["response_id"]
     found = state_of(request).responses.get(response_id, owner=owner_of(request))
     if found is None:
         return _unknown(response_id)
     return Response(found.body, media_type="application/json")
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    responses=documented(400, 404),
-    openapi_extra={"parameters": ITEM_QUERY},
+@router.on(
+    "/v1/responses/{response_id}/input_items", "GET", about=About((400, 404), query=ITEM_QUERY)
 )
-async def list_input_items(request: Request, response_id: str) -> Response:
+async def list_input_items(request: Request) -> Response:
     """Return the input items of a stored response, which begin with the earlier responses'."""
+    response_id = request.path_params["response_id"]
     found = state_of(request).responses.get(response_id, owner=owner_of(request))
     if found is None:
         return _unknown(response_id)
     return JsonResponse(page_of_items(found, request.query_params))
 
 
-@router.delete("/v1/responses/{response_id}", responses=documented(404))
-async def delete_response(request: Request, response_id: str) -> Response:
+@router.on("/v1/responses/{response_id}", "DELETE", about=About((404,)))
+async def delete_response(request: Request) -> Response:
     """Remove a stored response."""
+    response_id = request.path_params["response_id"]
     if not state_of(request).responses.remove(response_id, owner=owner_of(request)):
         return _unknown(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})

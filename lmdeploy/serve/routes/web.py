@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import Request
-from fastapi.responses import FileResponse
+from starlette.requests import Request
+from starlette.responses import FileResponse
 
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.routes.base import ApiRouter, state_of
@@ -45,19 +45,19 @@ _HEADERS = {
 }
 
 
-@router.get("/", include_in_schema=False)
+@router.on("/", "GET", about=None)
 async def page(request: Request) -> FileResponse:
     """Return the web page."""
     return _file(request, "index.html")
 
 
-@router.get("/web/{name}", include_in_schema=False)
-async def page_file(request: Request, name: str) -> FileResponse:
+@router.on("/web/{name}", "GET", about=None)
+async def page_file(request: Request) -> FileResponse:
     """Return a script, the style sheet or the icon of the web page."""
-    return _file(request, name)
+    return _file(request, request.path_params["name"])
 
 
-@router.get("/favicon.ico", include_in_schema=False)
+@router.on("/favicon.ico", "GET", about=None)
 async def favicon(request: Request) -> FileResponse:
     """Return the icon. Browsers ask for this name if they have not read the page's link yet."""
     return _file(request, "icon.svg")

@@ -118,7 +118,7 @@ def test_slow_settings_have_the_added_tokens_too(tmp_path: Path) -> None:
     files = {"tokenizer_config": {"added_tokens_decoder": decoder}}
     tokenizer = tokenizer_from_folder(write(tmp_path, **files))
     assert tokenizer._pool is not None
-    copy = tokenizer._pool._path
+    copy = Path(tokenizer._pool._task[1])
     assert copy.is_file() and copy.parent != tmp_path
     assert tokenizer.encode("a   <mask>", add_special=False)[-1] == VOCAB_SIZE
     assert len(tokenizer.encode("a   <mask>", add_special=False)) == 2

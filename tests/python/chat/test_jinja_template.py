@@ -1,25 +1,32 @@
 """Tests of chat templates: transformers is the reference, and no template leaves the sandbox."""
 
 import json
-import tracemalloc
-from collections.abc import Callable
+import resource
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from rendering import chat_template
 from tiny_models import byte_tokenizer
 
-from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.checks import OptionError
+from lmdeploy.base.errors import ModelFormatError, UnavailableError
+from lmdeploy.chat.bounded import child, process
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.chat.templates import jinja_template
 from lmdeploy.chat.templates.jinja_template import (
     ChatTemplate,
+    start_renderer,
     template_from_file,
     template_from_folder,
     template_from_gguf,
 )
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.chat.tokenizer import Tokenizer
+from lmdeploy.chat.tool_calls import JsonText
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.hub import resolve_model
 
@@ -50,7 +57,7 @@ JSON_LIKE = (
 
 
 def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, origin="test", bos_token="<s>", eos_token="</s>")
+    return chat_template(source, bos_token="<s>", eos_token="</s>")
 
 
 def reference(source: str, *, add_generation_prompt: bool = True) -> str:
@@ -130,128 +137,177 @@ BLOCKS = (
     "{% set ns = namespace(n=0) %}{% block x %}{% if ns.n < 60 %}{% set ns.n = ns.n + 1 %}"
     "{{ self.x() }}{{ self.x() }}{% set ns.n = ns.n - 1 %}{% endif %}{% endblock %}"
 )
-HOARDING = (
-    "{% set ns = namespace(x=[]) %}{% for i in range(1000) %}"
-    "{% set ns.x = ns.x[-3:] + ['x' * 10000000] %}{% endfor %}"
-)
 SUMMED = "{{ ([[1] * 10**6] * 10**6)|sum(start=[]) }}"
 DIVIDED = "{{ (('f' * 10**7)|int(0, 16)) // (('f' * 10**6)|int(0, 16)) }}"
-HEX = "{{ 0x" + "f" * 10**5 + " // 0x" + "e" * 10**4 + " }}"
-# Straight-line code has no loop, so each expression must check the time itself.
+# Straight-line code has no loop.
 REPEATED = (
     "{% set x = range(99999)|list * 5 %}{% set y = range(99999)|list * 5 %}"
     "{% set t = 'x' * 10**7 %}" + "{{ EXPRESSION }}" * 400
 )
 DOTTED = "{% set p = '0.' * 10**5 ~ '0' %}{{ (['1'] * 99999)|USE|list|length }}"
-VALUE = "creates a value of"
-SEARCH = "searches 10000000 characters"
-BITS = "an integer of|runs for|by int"
-WIDTH = "uses a width of"
-SLOW = f"{VALUE}|runs for more than"  # whichever limit is reached first
+BOMBS = [
+    "{{ 9 ** (messages|length * 100000000) }}",
+    "{{ 'x' * 10**11 }}",
+    "{{ 10**11 * 'x' }}",
+    "{{ ([1] * 10**11)|length }}",
+    "{{ 'x'|center(100000000000) }}",
+    "{{ 'x'.rjust(100000000000) }}",
+    "{{ ([1] * 2**19)|map('center', 65536)|list }}",
+    "{{ [1]|batch(100000000000, 0)|list }}",
+    "{{ ('\n' * 10**6)|indent(65536, blank=true) }}",
+    "{{ ('x' * 10**5)|wordwrap(1, true, 'y' * 10**5) }}",
+    "{{ '%0999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ '%.*f' % (999999999, 1.0) }}",
+    "{{ '%0999999999d'|format(1) }}",
+    "{{ ('%065536d' * 10**4) % ((1,) * 10**4) }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ ('{0:65536}' * 10**4).format(1) }}",
+    "{{ '{:{}}'.format(1, 999999999) }}",
+    "{{ '{0:{1[0]}}'.format(1, [999999999]) }}",
+    "{{ '{a:{b}}'.format_map({'a': 1, 'b': 999999999}) }}",
+    "{{ '{a:999999999}'.format_map({'a': 1}) }}",
+    "{{ ('x' * 10**6)|replace('x', 'y' * 10**6) }}",
+    "{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}",
+    "{{ (['x' * 10**6] * 10**6)|join }}",
+    "{{ [1, 2]|join('x' * 10**8) }}",
+    "{{ ('y' * 10**5).join(['x'] * 10**5) }}",
+    "{{ ('x' * 10**6)|join('y' * 10**6) }}",
+    "{{ 'y'.join('x' * 10**8) }}",
+    "{{ range(99999)|map('string')|join('x' * 10**7) }}",
+    "{{ ('x' * 10**7).join(range(99999)|map('string')) }}",
+    "{{ range(99999)|map(attribute='a', default='x' * 10**7)|join }}",
+    "{{ 5|round(-10**9) }}",
+    "{{ 5|round(precision=10**9, method='ceil') }}",
+    "{{ '%s' % (['x' * 10**6] * 10**6,) }}",
+    "{{ namespace(x=['x' * 10**6] * 100) }}",
+    "{{ ([{'a': 'x' * 10**6}] * 10**6)|join(attribute='a') }}",
+    "{{ ('x'.encode() * 10**11)|length }}",
+    "{{ (1).to_bytes(10**11, 'big')|length }}",
+    "{{ ('x' * 10**6).translate({120: 'y' * 10**6})|length }}",
+    "{{ ('\t' * 10**6).expandtabs(65536) }}",
+    DOUBLED % ("'x'", "{% set ns.x = ns.x + ns.x %}"),
+    DOUBLED % ("'x'", "{% set ns.x = ns.x ~ ns.x %}"),
+    DOUBLED % ("'x'", "{% set y %}{{ ns.x ~ ns.x }}{% endset %}{% set ns.x = y %}"),
+    DOUBLED % ("[1]", "{% set ns.x = ns.x + ns.x %}"),
+    DOUBLED % ("[1]", "{% set ns.x = [ns.x, ns.x] %}"),
+    DOUBLED % ("[1]", "{% set ns.x = (ns.x, ns.x) %}"),
+    DOUBLED % ("[1]", "{% set ns.x = {1: ns.x, 2: ns.x} %}"),
+    DOUBLED % ("[1]", "{% set ns.x = dict(a=ns.x, b=ns.x) %}"),
+    SUMMED,
+    DIVIDED,
+    SPINNING,
+    FILTERED,
+    BRANCHING,
+    BLOCKS,
+    *(
+        REPEATED.replace("EXPRESSION", expression)
+        for expression in ("-1 in x", "x == y", "x.count(-1)", "t.count('y')")
+    ),
+    *(
+        DOTTED.replace("USE", use)
+        for use in (
+            "map(attribute=p, default=1)",
+            "selectattr(p)",
+            "rejectattr(p)",
+            "unique(attribute=p)",
+        )
+    ),
+    "{{ ('a' * 10**7).strip('b' * 10**7 ~ 'a') }}",
+    "{{ ('a' * 10**7)|trim('b' * 10**7 ~ 'a') }}",
+    "{{ ('a' * 10**7).rfind('ab' ~ 'a' * 10**6) }}",
+    "{{ ('a' * 10**7).rsplit('ab' ~ 'a' * 10**6) }}",
+    "{{ ('a' * 10**7).rpartition('ab' ~ 'a' * 10**6) }}",
+    SEARCHED.replace("TEST", "select('in', x)"),
+    SEARCHED.replace("TEST", "reject('in', x)"),
+    SEARCHED.replace("TEST", "map('string')|select('in', x)"),
+    SEARCHED.replace("TEST", "map('tojson')|reject('in', x)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 }}", "integer of 66"),
-        ("{{ 9 ** (messages|length * 100000000) }}", "an integer of 1600000000 bits"),
-        ("{{ 'x' * 10**11 }}", VALUE),
-        ("{{ 10**11 * 'x' }}", VALUE),
-        ("{{ ([1] * 10**11)|length }}", VALUE),
-        ("{{ 'x'|center(100000000000) }}", WIDTH),
-        ("{{ 'x'.rjust(100000000000) }}", WIDTH),
-        ("{{ ([1] * 2**19)|map('center', 65536)|list }}", "characters in all|runs for"),
-        ("{{ [1]|batch(100000000000, 0)|list }}", "No filter named 'batch'"),
-        ("{{ ('\n' * 10**6)|indent(65536, blank=true) }}", VALUE),
-        ("{{ ('\n' * 10**6)|indent(first=true, width=65536) }}", VALUE),
-        ("{{ ('\n' * 10**6)|indent('y' * 10**6) }}", VALUE),
-        ("{{ ('x' * 10**5)|wordwrap(1, true, 'y' * 10**5) }}", "No filter named 'wordwrap'"),
-        ("{{ '%0999999999d' % 1 }}", WIDTH),
-        ("{{ '%*d' % (999999999, 1) }}", WIDTH),
-        ("{{ '%.*f' % (999999999, 1.0) }}", WIDTH),
-        ("{{ '%0999999999d'|format(1) }}", WIDTH),
-        ("{{ ('%065536d' * 10**4) % ((1,) * 10**4) }}", VALUE),
-        ("{{ '{:999999999}'.format(1) }}", WIDTH),
-        ("{{ ('{0:65536}' * 10**4).format(1) }}", VALUE),
-        ("{{ '{:{}}'.format(1, 999999999) }}", "inside a field"),
-        ("{{ '{0:{1[0]}}'.format(1, [999999999]) }}", "inside a field"),
-        ("{{ '{a:{b}}'.format_map({'a': 1, 'b': 999999999}) }}", "inside a field"),
-        ("{{ '{a:999999999}'.format_map({'a': 1}) }}", WIDTH),
-        ("{{ ('x' * 10**6)|replace('x', 'y' * 10**6) }}", VALUE),
-        ("{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}", VALUE),
-        ("{{ (['x' * 10**6] * 10**6)|join }}", VALUE),
-        ("{{ [1, 2]|join('x' * 10**8) }}", VALUE),
-        ("{{ ('y' * 10**5).join(['x'] * 10**5) }}", VALUE),
-        ("{{ ('x' * 10**6)|join('y' * 10**6) }}", VALUE),
-        ("{{ 'y'.join('x' * 10**8) }}", VALUE),
-        ("{{ range(99999)|map('string')|join('x' * 10**7) }}", VALUE),
-        ("{{ ('x' * 10**7).join(range(99999)|map('string')) }}", VALUE),
-        ("{{ range(99999)|map(attribute='a', default='x' * 10**7)|join }}", VALUE),
-        ("{{ 5|round(-10**9) }}", "rounds to -1000000000 digits"),
-        ("{{ 5|round(precision=10**9, method='ceil') }}", "rounds to 1000000000 digits"),
-        ("{{ '%s' % (['x' * 10**6] * 10**6,) }}", VALUE),
-        ("{{ {'a': ['x' * 10**6] * 100}.items() }}", VALUE),
-        ("{{ namespace(x=['x' * 10**6] * 100) }}", VALUE),
-        ("{{ ([{'a': 'x' * 10**6}] * 10**6)|join(attribute='a') }}", VALUE),
-        ("{{ ('x' * 2 * 10**6).split('x') }}", VALUE),
-        ("{{ ('x'.encode() * 10**11)|length }}", "unsafe"),
-        ("{{ (1).to_bytes(10**11, 'big')|length }}", "unsafe"),
-        ("{{ ('x' * 10**6).translate({120: 'y' * 10**6})|length }}", "unsafe"),
-        ("{{ ('\t' * 10**6).expandtabs(65536) }}", "unsafe"),
-        (DOUBLED % ("'x'", "{% set ns.x = ns.x + ns.x %}"), VALUE),
-        (DOUBLED % ("'x'", "{% set ns.x = ns.x ~ ns.x %}"), VALUE),
-        (DOUBLED % ("'x'", "{% set y %}{{ ns.x ~ ns.x }}{% endset %}{% set ns.x = y %}"), VALUE),
-        (DOUBLED % ("[1]", "{% set ns.x = ns.x + ns.x %}"), SLOW),
-        (DOUBLED % ("[1]", "{% set ns.x = [ns.x, ns.x] %}"), SLOW),
-        (DOUBLED % ("[1]", "{% set ns.x = (ns.x, ns.x) %}"), SLOW),
-        (DOUBLED % ("[1]", "{% set ns.x = {1: ns.x, 2: ns.x} %}"), SLOW),
-        (DOUBLED % ("[1]", "{% set ns.x = dict(a=ns.x, b=ns.x) %}"), SLOW),
-        (SUMMED, VALUE),
-        ("{{ [[1], [2]]|sum(start=[]) }}", "a start of type list"),
-        (DIVIDED, "converts 10000000 characters by int"),
-        (HEX, "creates an integer of 400000 bits"),
-        ("{{ lipsum() }}", "undefined"),
-        (HOARDING, "characters in all"),
-        (SPINNING, "runs for more than"),
-        (FILTERED, "runs for more than"),
-        (BRANCHING, "runs for more than"),
-        (BLOCKS, "runs for more than"),
-        *(
-            (REPEATED.replace("EXPRESSION", expression), "runs for more than")
-            for expression in ("-1 in x", "x == y", "x.count(-1)", "t.count('y')")
-        ),
-        *(
-            (DOTTED.replace("USE", use), "runs for more than")
-            for use in (
-                "map(attribute=p, default=1)",
-                "selectattr(p)",
-                "rejectattr(p)",
-                "unique(attribute=p)",
-            )
-        ),
-        ("{{ ('a' * 10**7).strip('b' * 10**7 ~ 'a') }}", SEARCH),
-        ("{{ ('a' * 10**7)|trim('b' * 10**7 ~ 'a') }}", SEARCH),
-        ("{{ ('a' * 10**7).rfind('ab' ~ 'a' * 10**6) }}", SEARCH),
-        ("{{ ('a' * 10**7).rsplit('ab' ~ 'a' * 10**6) }}", SEARCH),
-        ("{{ ('a' * 10**7).rpartition('ab' ~ 'a' * 10**6) }}", SEARCH),
-        ("{{ ('<!---->x' * 10**6)|striptags }}", "No filter named 'striptags'"),
-        # Integers with the same hash would make a set of n of them take n**2 steps.
-        ("{{ range(99999)|map('string')|map('replace', '', '9' * 5)|map('int')|list }}", BITS),
-        ("{{ 5 * (2**61 - 1) * 9 }}", BITS),
-        ("{{ {1" + "0" * 30 + ": 1} }}", BITS),
-        (SEARCHED.replace("TEST", "select('in', x)"), "runs for more than"),
-        (SEARCHED.replace("TEST", "reject('in', x)"), "runs for more than"),
-        (SEARCHED.replace("TEST", "map('string')|select('in', x)"), "runs for more than"),
-        (SEARCHED.replace("TEST", "map('tojson')|reject('in', x)"), "runs for more than"),
-    ],
-)
-def test_render_expensive_template_is_stopped_by_a_limit(
-    source: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The expected text shows that our limit stopped the template, not a MemoryError.
-    monkeypatch.setattr("lmdeploy.chat.templates.template_limits.MAX_SECONDS", 0.5)
-    with pytest.raises(ValueError, match=words):
-        template(source).render(MESSAGES)
+@pytest.fixture
+def strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process.BoundedPool]:
+    """Return a renderer with a limit of 0.4 s instead of 5."""
+    text, limit = Path(child.__file__).read_text(), "MAX_SECONDS = 5.0"
+    assert text.count(limit) == 1
+    program = tmp_path / "child.py"
+    program.write_text(text.replace(limit, "MAX_SECONDS = 0.4"))
+    monkeypatch.setattr(child, "__file__", str(program))
+    monkeypatch.setattr(child, "MAX_SECONDS", 0.4)
+    renderer = start_renderer()
+    yield renderer
+    renderer.close()
+
+
+@pytest.mark.parametrize("source", BOMBS, ids=lambda source: source[-60:])
+def test_expensive_template_is_stopped_by_a_limit(source: str, strict: process.BoundedPool) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"it takes more than 0\.4 s or too much memory"):
+        ChatTemplate(source, origin="test", renderer=strict).render(MESSAGES)
+    assert time.monotonic() - begin < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+    # A process that has ended is started again.
+    assert ChatTemplate("a", origin="test", renderer=strict).render(MESSAGES) == "a"
+
+
+def test_prompt_has_a_largest_size() -> None:
+    with pytest.raises(OptionError, match="more than 67108864 characters"):
+        template("{{ 'x' * (2**26 + 1) }}").render(MESSAGES)
+    assert len(template("{{ 'x' * 2**26 }}").render(MESSAGES)) == 1 << 26
+
+
+def test_slow_conversations_delay_others_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_FAIR_SECONDS", 0.2)
+    found = template(
+        "{% for m in messages %}{{ m.content }}{% if m.content == 'slow' %}"
+        + SPINNING
+        + "{% endif %}{% endfor %}"
+    )
+
+    def outcome(_: int) -> type[BaseException] | None:
+        try:
+            found.render([{"role": "user", "content": "slow"}])
+        except (OptionError, UnavailableError) as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(4) as threads:
+        slow = [threads.submit(outcome, i) for i in range(4)]
+        waits = []
+        while not all(each.done() for each in slow):
+            begin = time.monotonic()
+            assert found.render(MESSAGES).endswith("Bye")
+            waits.append(time.monotonic() - begin)
+        assert max(waits) < 3
+        assert {each.result() for each in slow} <= {OptionError, UnavailableError}
+
+
+def test_values_that_json_lacks_are_rejected() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for value in (object(), {1, 2}, loop, b"x"):
+        with pytest.raises(OptionError, match="cannot be given to the chat template"):
+            template("").render([], variables={"value": value})
+    values = {"value": [1, 2.5, None, True, {"a": "\ud800 é\0"}]}
+    assert template("{{ value[4].a ~ value[:4] }}").render([], variables=values) == (
+        "\ud800 é\0[1, 2.5, None, True]"
+    )
+
+
+def test_json_text_is_also_an_object() -> None:
+    source = "{{ x|tojson }} {{ x }} {{ '-' + x }} {{ x.a }} {{ x is mapping }} "
+    source += "{{ x|tojson(sort_keys=true) }}"
+    text = ' {"a":  1} '
+
+    def rendered(text: str, *, is_parsed: bool) -> str:
+        variables = {"x": JsonText(text, is_parsed=is_parsed)}
+        return template(source).render([], variables=variables)
+
+    assert rendered(text, is_parsed=True) == '{"a":  1} {"a":  1} -{"a":  1} 1 True {"a": 1}'
+    assert rendered(text, is_parsed=False) == f"{text} {text} -{text}  False {text}"
+    for other in ("[1]", "{", "[" * 100_000):
+        assert rendered(other, is_parsed=True).startswith(f'"{other}" {other} -{other}  False')
 
 
 # These templates use the features that chat templates of released models use.
@@ -315,12 +371,12 @@ def test_render_ordinary_template_equals_plain_jinja(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     ours = template(source)
-    environment.filters["tojson"] = jinja_template._to_json
+    environment.filters["tojson"] = child._to_json
     parameters = {"properties": {"city": {"type": "string"}, "days": {"type": ["integer"]}}}
     tool = {"function": {"name": "weather", "description": None, "parameters": parameters}}
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}]
     variables = {"tools": [tool], "documents": None}
-    plain = environment.from_string(jinja_template._without_generation_marks(source)).render(
+    plain = environment.from_string(child._without_generation_marks(source)).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
         bos_token="<s>",
@@ -357,32 +413,6 @@ def test_render_limits_do_not_affect_ordinary_templates() -> None:
         "{{ 'aXb'|replace('X', '-') }}{{ 'a,b'.split(',')[1] }}{{ 5|string }}": "a-bb5",
     }.items():
         assert template(source).render(MESSAGES) == text
-
-
-@pytest.mark.parametrize("indent", [None, 4, 16])
-def test_tojson_stops_at_the_output_limit(
-    monkeypatch: pytest.MonkeyPatch, indent: int | None
-) -> None:
-    monkeypatch.setattr("lmdeploy.chat.templates.jinja_template._MAX_OUTPUT_CHARS", 100_000)
-    value: object = list(range(50_000))
-    for _ in range(50):
-        value = [value]
-    source = template(f"{{{{ messages[0].value | tojson(indent={indent}) | length }}}}")
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="more than 100000 characters"):
-            source.render([{"value": value}])
-        assert tracemalloc.get_traced_memory()[1] < 4_000_000
-    finally:
-        tracemalloc.stop()
-
-
-def test_tojson_indent_is_limited() -> None:
-    assert template("{{ [1] | tojson(indent=16) }}").render([]) == "[\n" + " " * 16 + "1\n]"
-    assert template("{{ [1] | tojson(indent='\t') }}").render([]) == "[\n\t1\n]"
-    for indent in ("17", "' ' * 17"):
-        with pytest.raises(ValueError, match=r"indent=17\. It must be at most 16"):
-            template("{{ [1] | tojson(indent=" + indent + ") }}").render([])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{", "{% endfor %}", "x" * (2 << 20)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeTokenizer
+from rendering import chat_template
 from vocabularies import sentence_piece_metadata
 
 from lmdeploy.base.checks import OptionError
@@ -16,7 +17,6 @@ from lmdeploy.chat.formats.text import TextFormat
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.messages import check_messages
 from lmdeploy.chat.prompts import check_template_options, encode_chat
-from lmdeploy.chat.templates.jinja_template import ChatTemplate
 from lmdeploy.chat.templates.prompt_template import PromptTemplate, choose_template
 from lmdeploy.config.chat_template import ChatTemplateConfig
 
@@ -27,7 +27,7 @@ BOS = 1
 def encode(config: ChatTemplateConfig | None, *, adds_bos: bool) -> tuple[list[int], Any]:
     metadata = sentence_piece_metadata(add_bos_token=adds_bos)
     tokenizer = tokenizer_from_gguf(metadata, "spm")
-    own = ChatTemplate(
+    own = chat_template(
         "{{ bos_token }}{{ messages[0].content }}", origin="own", bos_token="<s>", eos_token=""
     )
     template = choose_template(own, config, tokenizer=tokenizer)
@@ -83,7 +83,7 @@ def test_choose_template_name_without_effect_logs_a_warning(
 
 def test_prompt_template_meta_instruction_is_default_system_message() -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
-    template = PromptTemplate(ChatTemplate(source, origin="test"), meta_instruction="Be kind")
+    template = PromptTemplate(chat_template(source), meta_instruction="Be kind")
     assert template.render([], {}) == "system: Be kind;"
     assert template.render([{"role": "system", "content": "No"}], {}) == "system: No;"
 
@@ -97,7 +97,7 @@ CHATML = """\
 
 @pytest.mark.parametrize("beginning", ["", "im_end", "{", " Well, ", "a\ue000b"])
 def test_prompt_template_final_assistant_message_is_continued(beginning: str) -> None:
-    template = PromptTemplate(ChatTemplate(CHATML, origin="test"))
+    template = PromptTemplate(chat_template(CHATML))
     messages = [*QUESTION, {"role": "assistant", "content": beginning}]
     new_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
     assert template.render(QUESTION, {}) == new_turn
@@ -108,7 +108,7 @@ def test_prompt_template_final_assistant_message_is_continued(beginning: str) ->
 @pytest.mark.parametrize("beginning", ["  well,  ", "\n    x = 1\n\t", "   ", "", "well"])
 def test_prompt_template_that_trims_keeps_the_continued_text(trim: str, beginning: str) -> None:
     source = CHATML.replace("m.content", f"(m.content | {trim})")
-    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    template = PromptTemplate(chat_template(source))
     question = {"role": "user", "content": " abc "}
     prompt = template.render([question, {"role": "assistant", "content": beginning}], {})
     new_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
@@ -121,7 +121,7 @@ def test_prompt_template_that_moves_reasoning_keeps_its_own_spaces() -> None:
         "<think>{{ parts[0].replace('<think>', '').strip() }}</think> {{ parts[-1].lstrip() }}"
         "{% endfor %}"
     )
-    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    template = PromptTemplate(chat_template(source))
     answer = {"role": "assistant", "content": "<think> a </think>\n\nHello "}
     assert template.render([answer], {}) == "<think>a</think> Hello "
 
@@ -140,7 +140,7 @@ def test_encode_chat_final_assistant_message_sets_continue_final_message() -> No
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     parts: Any = SimpleNamespace(
         tokenizer=tokenizer,
-        chat_template=PromptTemplate(ChatTemplate(CHATML, origin="test")),
+        chat_template=PromptTemplate(chat_template(CHATML)),
         session_len=64,
         chat_format=TextFormat(tokenizer),
     )
@@ -155,7 +155,7 @@ def test_encode_chat_final_assistant_message_sets_continue_final_message() -> No
 
 def test_prompt_template_that_omits_the_final_answer_is_rejected() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    template = PromptTemplate(chat_template(source))
     with pytest.raises(OptionError, match="chat template leaves out"):
         question = {"role": "user", "content": "a\ue000b"}
         template.render([question, {"role": "assistant", "content": "a"}], {})
@@ -171,7 +171,7 @@ def test_check_messages_name_reaches_the_template() -> None:
     messages = [{"role": "user", "name": "Ann", "content": "a"}, {"role": "user", "content": "b"}]
     checked = check_messages(messages)
     source = "{% for m in messages %}{{ m.name or 'nobody' }}: {{ m.content }};{% endfor %}"
-    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    template = PromptTemplate(chat_template(source))
     assert template.render(checked, {}) == "Ann: a;nobody: b;"
     with pytest.raises(OptionError, match=r"messages\[0\].name is 3. It must be a string"):
         check_messages([{"role": "user", "name": 3, "content": "a"}])

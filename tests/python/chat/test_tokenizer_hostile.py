@@ -211,9 +211,9 @@ SLOW = sequence("pretokenizers", BACKTRACKING, BYTES)
 def processes(tokenizer: Tokenizer) -> list[subprocess.Popen[bytes]]:
     """Return the idle processes of a tokenizer, the next one last."""
     assert tokenizer._pool is not None
-    found = [worker._process for worker in tokenizer._pool._idle]
+    found = [worker._running for worker in tokenizer._pool._idle]
     assert all(found)
-    return [process for process in found if process is not None]
+    return [running.process for running in found if running is not None]
 
 
 def test_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ import struct, sys
 _REPLY = struct.Struct("<BQ")
 sys.stdout.buffer.write(_REPLY.pack(0, 0))
 sys.stdout.buffer.flush()
-sys.stdin.buffer.read(9)
+sys.stdin.buffer.read(8)
 sys.stdout.buffer.write({reply or 'b""'})
 """)
     monkeypatch.setattr(child, "__file__", str(program))

@@ -410,7 +410,7 @@ def test_weight_cache_exit_leaves_no_unfinished_file(end: str, gguf: Path, folde
 
 
 # Modules that take 0.1 s or more in total and that the engine does not need to start.
-UNUSED = ["fastapi", "gguf", "importlib.metadata", "matplotlib", "openai", "safetensors", "torch"]
+UNUSED = ["starlette", "gguf", "importlib.metadata", "matplotlib", "openai", "safetensors", "torch"]
 UNUSED += ["tqdm", "transformers", "uvicorn", "yaml"]
 
 

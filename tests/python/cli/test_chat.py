@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import stat
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from fake_engine import make_engine
+from prompt_toolkit.application import application, create_app_session
 from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from lmdeploy import Pipeline
@@ -137,6 +143,58 @@ def test_talk_continues_a_conversation_after_ctrl_c():
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
     assert "YYO\n[stopped]\n" in out.getvalue() and "continued" in out.getvalue()
     assert prompts[1] == "<user>stop this\n<assistant>YYO\n<user>go on\n<assistant>"
+
+
+def test_ctrl_c_stops_a_response_wherever_it_arrives():
+    class Losing(io.StringIO):
+        """Presses Ctrl-C and loses its exception, as a callback of a library does."""
+
+        def write(self, text: str) -> int:
+            if "O" in text:
+                with suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    lines = iter(["stop this", "and this", "/exit"])
+    out = Losing()
+    handler = signal.getsignal(signal.SIGINT)
+    engine = make_engine(lambda prompt: "YO" + "x" * 500 if "and" not in prompt else "z" * 9)
+    with Pipeline("fake", engine=engine) as pipeline:
+        infer = pipeline.stream_infer
+
+        def stream_infer(*args, **kwargs):
+            for chunk in infer(*args, **kwargs):
+                if chunk.text.startswith("z"):  # as while the next chunk is awaited
+                    signal.raise_signal(signal.SIGINT)
+                yield chunk
+
+        pipeline.stream_infer = stream_infer
+        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
+    assert out.getvalue() == "YO\n[stopped]\n[stopped]\n"
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("when", ["begins", "ends"])
+def test_ctrl_c_while_a_prompt_begins_or_ends_is_kept(when, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = {"begins": "attach_winch_signal_handler", "ends": "store_typeahead"}[when]
+    original = getattr(application, name)
+    presses = []
+
+    def press(*args):
+        if not presses:
+            presses.append(when)
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(application, name, press)
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        reader = line_reader.LineReader([])
+        if when == "ends":
+            keys.send_text("one\r")
+        threading.Timer(0.5, keys.send_text, ["two\r"]).start()
+        assert reader() == "two"
+    assert presses and ("Press Ctrl-C again" in capsys.readouterr().out) == (when == "begins")
 
 
 def test_sampling_flags_reach_the_engine_over_the_models_defaults():

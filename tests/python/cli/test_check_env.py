@@ -155,7 +155,7 @@ def test_read_kernel_invalid_utf8_becomes_surrogate_escapes(tmp_path):
 def test_import_lmdeploy_loads_no_heavy_module():
     import subprocess
 
-    heavy = ("torch", "fastapi", "asyncio", "tokenizers")
+    heavy = ("torch", "starlette", "asyncio", "tokenizers")
     code = f"import sys, lmdeploy; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

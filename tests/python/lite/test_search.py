@@ -125,7 +125,7 @@ def fakes(monkeypatch):
 
 
 def run(fakes, budget, **options):
-    return search(fakes.model, [[1, 2]], options=SearchOptions(budget_bits=budget, **options))
+    return search(fakes.model, [[1, 2]], options=SearchOptions(budget=budget, **options))
 
 
 def test_search_gives_the_sensitive_layer_more_bits(fakes):
@@ -166,13 +166,13 @@ def test_search_candidates_are_deduplicated_and_checked(fakes):
 
 
 def test_check_context_within_the_16_bit_window_is_rejected(fakes):
-    balanced = SearchOptions(budget_bits=8, formats=("fp8",), cache={"kv_quality": "balanced"})
+    balanced = SearchOptions(budget=8, formats=("fp8",), cache={"kv_quality": "balanced"})
     check_context(fakes.model, 193, options=balanced)
     with pytest.raises(
         ValueError, match=r"context is 192. It must be more than the 192.*--context"
     ):
         check_context(fakes.model, 192, options=balanced)
-    raw = SearchOptions(budget_bits=8, cache={"kv_quality": "raw"})
+    raw = SearchOptions(budget=8, cache={"kv_quality": "raw"})
     check_context(fakes.model, 2, options=raw)
 
 
@@ -189,7 +189,7 @@ def test_kv_search_unusable_files_are_rejected(tmp_path, capsys):
 
 def test_search_options_unknown_format_names_the_flag():
     with pytest.raises(ValueError, match=r"^formats is 'fp3'\. .* \(--formats\)\.$"):
-        SearchOptions(budget_bits=8, formats=("fp3",))
+        SearchOptions(budget=8, formats=("fp3",))
 
 
 def test_search_yaml_comment_describes_the_settings(fakes):

@@ -371,9 +371,12 @@ def test_models_that_are_not_supported_are_rejected(small: Path, tmp_path: Path)
     ("options", "message"),
     [
         ({"method": "spin"}, "method is 'spin'"),
-        ({"bits": 3}, r"w_bits is 3.*\(--w-bits\)"),
-        ({"group": 48}, r"w_group_size is 48. It must be a multiple of 32 \(--w-group-size\)"),
-        ({"group": 0}, "w_group_size is 0"),
+        ({"w_bits": 3}, r"w_bits is 3.*\(--w-bits\)"),
+        (
+            {"w_group_size": 48},
+            r"is 48. It must be a multiple of 32 \(--w-group-size\)",
+        ),
+        ({"w_group_size": 0}, "w_group_size is 0"),
         ({"tokens": 0}, "tokens is 0"),
         ({"context": 1}, "context is 1"),
     ],
@@ -418,7 +421,7 @@ def test_split_text_keeps_an_eighth_for_the_evaluation() -> None:
 
 
 def test_quantize_folder_leaves_no_folder_for_a_wrong_model(small: Path, tmp_path: Path) -> None:
-    options = WeightOptions("awq", group=96, context=64)
+    options = WeightOptions("awq", w_group_size=96, context=64)
     with pytest.raises(ModelFormatError, match="do not divide"):
         quantize_folder(str(small), TEXT, output=tmp_path / "out", options=options)
     assert list(tmp_path.iterdir()) == []

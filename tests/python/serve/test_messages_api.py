@@ -9,11 +9,11 @@ import anthropic
 import httpx
 import pytest
 from fake_engine import TEMPLATE, make_engine
+from rendering import chat_template
 from serving import serving
 
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
-from lmdeploy.chat.templates.jinja_template import ChatTemplate
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -326,7 +326,7 @@ def test_messages_late_system_messages_reach_a_template_that_wants_them_first() 
         "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}{% endfor %}"
     )
-    engine.loaded.chat_template = PromptTemplate(ChatTemplate(source, origin="test"))
+    engine.loaded.chat_template = PromptTemplate(chat_template(source))
     user = {"role": "user", "content": "go"}
     late = {"role": "system", "content": "late text"}
     wanted = "<system>first text\n\nlate text<user>go"

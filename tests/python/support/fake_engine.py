@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rendering import chat_template
 
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
 from lmdeploy.chat.formats.registry import choose_format
-from lmdeploy.chat.templates.jinja_template import ChatTemplate
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.config.kv_format_options import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
@@ -358,7 +358,7 @@ def make_engine(
             restart=lambda: Core(new_core(), lambda: None),
             new_request=FakeRequest,  # type: ignore[arg-type]
             tokenizer=tokenizer,  # type: ignore[arg-type]
-            chat_template=PromptTemplate(ChatTemplate(source, origin="test")) if source else None,
+            chat_template=PromptTemplate(chat_template(source)) if source else None,
             vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
             hidden_size=HIDDEN_SIZE,
             session_len=session_len,

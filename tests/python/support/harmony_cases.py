@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fake_engine import HarmonyTokenizer
 from hypothesis import strategies as st
+from rendering import chat_template
 
 from lmdeploy.chat.formats.base import Delta
 from lmdeploy.chat.formats.harmony.parser import parse_answer
-from lmdeploy.chat.templates.jinja_template import ChatTemplate
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 
 VOCABULARY = "o200k_base.tiktoken"
@@ -47,7 +47,7 @@ TOOL = {
 
 
 def prompt_template(source: str) -> PromptTemplate:
-    return PromptTemplate(ChatTemplate(source, origin="test"))
+    return PromptTemplate(chat_template(source))
 
 
 class Vocabulary:

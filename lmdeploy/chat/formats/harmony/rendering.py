@@ -22,9 +22,8 @@ from lmdeploy.chat.formats.harmony.conversation import (
     read_options,
     read_tools,
 )
-from lmdeploy.chat.templates.jinja_template import PreRenderedJson
 from lmdeploy.chat.tokenizer import without_surrogates
-from lmdeploy.chat.tool_calls import Tool
+from lmdeploy.chat.tool_calls import JsonText, Tool
 
 if TYPE_CHECKING:
     from lmdeploy.chat.templates.prompt_template import PromptTemplate
@@ -107,7 +106,7 @@ def _render(
 def _template_messages(turns: Sequence[HarmonyMessage], mark: str) -> list[dict[str, Any]]:
     """Return messages in the form of GPT-OSS's template, with `thinking` and one call each.
 
-    The filter `tojson` does not change PreRenderedJson. So arguments and results keep their text,
+    The filter `tojson` does not change a JsonText. So arguments and results keep their text,
     and the beginning of the prompt stays the same for the prefix cache.
     """
     messages: list[dict[str, Any]] = []
@@ -116,7 +115,7 @@ def _template_messages(turns: Sequence[HarmonyMessage], mark: str) -> list[dict[
         name = mark + name if name.startswith(_BROWSER) else name
         if turn.role == "tool" and turn.call is not None:
             messages.append(
-                {"role": "tool", "name": name, "content": PreRenderedJson(turn.content)}
+                {"role": "tool", "name": name, "content": JsonText(turn.content, is_parsed=False)}
             )
             continue
         if turn.call is None:
@@ -126,7 +125,7 @@ def _template_messages(turns: Sequence[HarmonyMessage], mark: str) -> list[dict[
             continue
         if turn.content and not turn.keeps_thinking:
             messages.append({"role": "assistant", "content": turn.content})
-        function = {"name": name, "arguments": PreRenderedJson(turn.call.arguments)}
+        function = {"name": name, "arguments": JsonText(turn.call.arguments, is_parsed=False)}
         calls = [{"type": "function", "function": function}]
         request: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
         thinking = turn.thinking + (mark + turn.content if turn.content else "")

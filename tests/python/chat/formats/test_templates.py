@@ -16,12 +16,12 @@ import pytest
 from fake_engine import FakeTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rendering import chat_template
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.formats.base import AnswerStart, ChatFormat, ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.chat.formats.text import TextFormat
-from lmdeploy.chat.templates.jinja_template import ChatTemplate
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.chat.tool_calls import check_tool_use, join_tool_calls
 
@@ -219,7 +219,7 @@ def load(name: str) -> tuple[ChatFormat, PromptTemplate]:
         pytest.skip(f"{path} is missing: scripts/setup.sh test brings it")
     source = path.read_text()
     tokenizer: Any = FakeTokenizer()
-    template = PromptTemplate(ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>"))
+    template = PromptTemplate(chat_template(source, origin=name, bos_token="<s>", eos_token="</s>"))
     return choose_format(ModelInfo("", tokenizer, source)), template
 
 
