@@ -1,15 +1,27 @@
 """Types of the C++ engine. Import the module inside functions: it takes a few milliseconds."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from mmap import mmap
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-class InvalidArgument(ValueError): ...
+class InvalidArgument(ValueError):
+    field: str  # the option that is wrong, with which the text begins; "" if it is no single one
+    reason: str  # the rest of the text
+
 class InternalError(RuntimeError): ...
+
+class _Fields:
+    """A plain struct, of which every property is a field."""
+
+    def __init__(self) -> None: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return an object with these fields, and the defaults of the others."""
 
 class KvFormat(enum.Enum):
     """The formats that a layer can store. Members have the canonical names."""
@@ -55,7 +67,7 @@ def parse_kv_format(value: object) -> str:
     `fp4` stays `fp4`, because the device chooses the format. Raises InvalidArgument.
     """
 
-class RopeConfig:
+class RopeConfig(_Fields):
     kind: str  # none, default, linear, dynamic, llama3, yarn
     theta: float
     dim: int
@@ -69,9 +81,8 @@ class RopeConfig:
     truncate: bool
     freq_factors: list[float]
     long_factors: list[float]
-    def __init__(self) -> None: ...
 
-class MoeConfig:
+class MoeConfig(_Fields):
     num_experts: int  # 0: a dense model
     top_k: int
     intermediate_size: int  # of one expert
@@ -84,24 +95,21 @@ class MoeConfig:
     top_groups: int
     scale: float  # factor of the routed experts' output
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
-    def __init__(self) -> None: ...
 
-class NormConfig:
+class NormConfig(_Fields):
     centered: bool  # LayerNorm instead of RMSNorm
     inputs: bool  # before each branch
     outputs: bool  # after each branch
     qk_all_heads: bool
     qk_after_rope: bool
     qk_unit: bool
-    def __init__(self) -> None: ...
 
-class QueryScaling:
+class QueryScaling(_Fields):
     beta: float  # 0: none
     length: int
     offset: int
-    def __init__(self) -> None: ...
 
-class ModelConfig:
+class ModelConfig(_Fields):
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -130,7 +138,6 @@ class ModelConfig:
     k_bias: bool  # K has a bias, which RoPE follows without a norm
     windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
     dtype: str  # float32, float16, bfloat16
-    def __init__(self) -> None: ...
     def validate(self) -> None: ...
 
 class PrefixEvent:
@@ -192,7 +199,7 @@ class EngineConfig:
         v_scales: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
     ) -> None: ...
 
-class MemoryPlan:
+class MemoryPlan(_Fields):
     num_blocks: int
     reserved_bytes: int
     draft_cache_bytes: int  # of the draft model; 0 without one
@@ -304,10 +311,9 @@ class WeightsBuilder:
     def add_vector(self, name: str, data: npt.NDArray[np.float32]) -> None: ...
     def build(self) -> Weights: ...
 
-class Request:
+class Request(_Fields):
     id: int
     prompt: list[int]
-    priority: int
     num_resumed: int  # trailing tokens of `prompt` that are the beginning of the response
     max_new_tokens: int  # num_resumed included
     long_rope: bool  # must be true for sequences that may exceed short_rope_length
@@ -316,8 +322,7 @@ class Request:
     eos_ids: list[int]
     stop_sequences: list[list[int]]
     bad_sequences: list[list[int]]
-    # Every member of SamplingParams (ops/sampling_params.h) is an attribute. Those that have the
-    # values of options are set by name (copy_to_core), so that only the others are listed.
+    # Fields that have the values of options are not listed: copy_to_core sets them by name.
     do_sample: bool
     temperature: float
     seed: int
@@ -329,13 +334,10 @@ class Request:
     cache_salt: bytes  # 16 bytes; only requests with the same salt share cached prefixes
     # fn(new_tokens, mask) -> bool writes the bitmask to `mask` (int32) in place.
     token_mask: Callable[[Sequence[int], npt.NDArray[np.int32]], bool] | None
-    def __init__(self) -> None: ...
 
-class TokenLogprobs:
-    chosen: float
-    top: list[tuple[int, float]]
+TokenLogprobs: TypeAlias = tuple[float, list[tuple[int, float]]]  # of the token, and the largest
 
-class RequestOutput:
+class RequestOutput(_Fields):
     request_id: int
     tokens: list[int]
     logprobs: list[TokenLogprobs]
@@ -347,29 +349,14 @@ class RequestOutput:
     cached_tokens: int
     error: str
     is_request_fault: bool
+    error_field: str  # the field of the request that is wrong, if is_request_fault; else ""
 
-class EngineStats:
-    num_waiting: int
-    num_running: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_active: int
-    window16_blocks_total: int
-    window16_blocks_free: int
-    window16_blocks_cached: int
-    window16_blocks_active: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    prefix_cut_tokens: int
-    num_preemptions: int
-    num_steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    num_nonfinite: int
+class EngineStats(_Fields):
+    """The counters of src/turbomind/engine/engine_stats.h, which explains them."""
+
     clipped: list[tuple[int, int]]  # sliding window (0: full), values, by layer group
+    def __getattr__(self, name: str) -> int: ...
+    def __setattr__(self, name: str, value: int) -> None: ...
 
 class Engine:
     def __init__(

@@ -209,7 +209,7 @@ def _answer(
     note, style = "", "dim"
     try:
         config = GenerationConfig(
-            **{"max_new_tokens": limit} | pipeline.engine.loaded.sampling | options
+            **{"max_new_tokens": limit} | pipeline.engine.text.sampling | options
         )
         stream = pipeline.stream_infer(session.messages(line), config)
         with _writer(console) as write, closing(cast("Generator[Response]", stream)):

@@ -19,7 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
+from lmdeploy.base.errors import EngineFailure
+from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.admission import Admission
 from lmdeploy.serve.auth import AuthMiddleware
 from lmdeploy.serve.errors import ApiError, error_response, refusal
@@ -46,7 +47,7 @@ def make_app(
 ) -> FastAPI:
     """Make the application for a running engine. Its shutdown closes the engine."""
     options = options or ServerOptions()
-    name = options.model_name or engine.loaded.model_path or "model"
+    name = options.model_name or engine.text.model_path or "model"
     endpoint = options.otlp_traces_endpoint
     state = ServerState(
         engine,

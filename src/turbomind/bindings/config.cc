@@ -5,6 +5,7 @@
 
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
+#include "turbomind/bindings/fields.h"
 
 namespace py = pybind11;
 
@@ -43,7 +44,6 @@ void DefPrefixEvents(py::module_& m) {
 
 void DefModelParts(py::module_& m) {
   py::class_<RopeConfig> rope(m, "RopeConfig");
-  rope.def(py::init<>());
   DefEnum(rope, "kind", &RopeConfig::kind, kRopeKinds);
   rope.def_readwrite("theta", &RopeConfig::theta)
       .def_readwrite("dim", &RopeConfig::dim)
@@ -57,10 +57,10 @@ void DefModelParts(py::module_& m) {
       .def_readwrite("truncate", &RopeConfig::truncate)
       .def_readwrite("freq_factors", &RopeConfig::freq_factors)
       .def_readwrite("long_factors", &RopeConfig::long_factors);
+  DefFields(rope);
 
-  py::class_<MoeConfig>(m, "MoeConfig")
-      .def(py::init<>())
-      .def_readwrite("num_experts", &MoeConfig::num_experts)
+  py::class_<MoeConfig> moe(m, "MoeConfig");
+  moe.def_readwrite("num_experts", &MoeConfig::num_experts)
       .def_readwrite("top_k", &MoeConfig::top_k)
       .def_readwrite("intermediate_size", &MoeConfig::intermediate_size)
       .def_readwrite("shared_intermediate_size", &MoeConfig::shared_intermediate_size)
@@ -72,21 +72,22 @@ void DefModelParts(py::module_& m) {
       .def_readwrite("top_groups", &MoeConfig::top_groups)
       .def_readwrite("scale", &MoeConfig::scale)
       .def_readwrite("layers", &MoeConfig::layers);
+  DefFields(moe);
 
-  py::class_<NormConfig>(m, "NormConfig")
-      .def(py::init<>())
-      .def_readwrite("centered", &NormConfig::centered)
+  py::class_<NormConfig> norm(m, "NormConfig");
+  norm.def_readwrite("centered", &NormConfig::centered)
       .def_readwrite("inputs", &NormConfig::inputs)
       .def_readwrite("outputs", &NormConfig::outputs)
       .def_readwrite("qk_all_heads", &NormConfig::qk_all_heads)
       .def_readwrite("qk_after_rope", &NormConfig::qk_after_rope)
       .def_readwrite("qk_unit", &NormConfig::qk_unit);
+  DefFields(norm);
 
-  py::class_<QueryScaling>(m, "QueryScaling")
-      .def(py::init<>())
-      .def_readwrite("beta", &QueryScaling::beta)
+  py::class_<QueryScaling> scaling(m, "QueryScaling");
+  scaling.def_readwrite("beta", &QueryScaling::beta)
       .def_readwrite("length", &QueryScaling::length)
       .def_readwrite("offset", &QueryScaling::offset);
+  DefFields(scaling);
 }
 
 }  // namespace
@@ -95,8 +96,7 @@ void DefConfigs(py::module_& m) {
   DefPrefixEvents(m);
   DefModelParts(m);
   py::class_<ModelConfig> model(m, "ModelConfig");
-  model.def(py::init<>())
-      .def_readwrite("num_layers", &ModelConfig::num_layers)
+  model.def_readwrite("num_layers", &ModelConfig::num_layers)
       .def_readwrite("hidden_size", &ModelConfig::hidden_size)
       .def_readwrite("intermediate_size", &ModelConfig::intermediate_size)
       .def_readwrite("num_heads", &ModelConfig::num_heads)
@@ -126,6 +126,7 @@ void DefConfigs(py::module_& m) {
   m.def("short_rope_length", &ShortRopeLength, py::arg("model"), py::arg("session_len"));
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);
   DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);
+  DefFields(model);
 
   py::class_<EngineConfig> config(m, "EngineConfig");
   config.def(py::init<>())

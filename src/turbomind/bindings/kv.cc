@@ -9,8 +9,14 @@
 
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
+#include "turbomind/bindings/fields.h"
 
 namespace py = pybind11;
+
+template <>
+struct py::detail::type_caster<turbomind::EngineStats::Clipped>
+    : PairCaster<turbomind::EngineStats::Clipped, &turbomind::EngineStats::Clipped::window,
+                 &turbomind::EngineStats::Clipped::num_values> {};
 
 namespace turbomind {
 namespace {
@@ -43,11 +49,11 @@ std::vector<std::vector<float>> Layers(const char* name, const py::object& objec
   const Floats array = Floats::ensure(object);
   if (!array) {
     PyErr_Clear();
-    throw InvalidArgument(std::string(name) + " must be an array of numbers.");
+    throw InvalidArgument(name, "must be an array of numbers.");
   }
   if (array.ndim() != ndim) {
-    throw InvalidArgument(std::string(name) + " has " + std::to_string(array.ndim()) +
-                          " dimensions, but must have " + std::to_string(ndim));
+    throw InvalidArgument(name, "has " + std::to_string(array.ndim()) +
+                                    " dimensions, but must have " + std::to_string(ndim));
   }
   const py::ssize_t num_layers = array.shape(0);
   const py::ssize_t row = num_layers > 0 ? array.size() / num_layers : 0;
@@ -60,37 +66,6 @@ std::vector<std::vector<float>> Layers(const char* name, const py::object& objec
 template <class T>
 py::array_t<T> Array(const std::vector<T>& values, const std::vector<py::ssize_t>& shape) {
   return py::array_t<T>(shape, values.data());
-}
-
-void DefStats(py::module_& m) {
-  py::class_<EngineStats>(m, "EngineStats")
-      .def_readonly("num_waiting", &EngineStats::num_waiting)
-      .def_readonly("num_running", &EngineStats::num_running)
-      .def_readonly("blocks_total", &EngineStats::blocks_total)
-      .def_readonly("blocks_free", &EngineStats::blocks_free)
-      .def_readonly("blocks_cached", &EngineStats::blocks_cached)
-      .def_readonly("blocks_active", &EngineStats::blocks_active)
-      .def_readonly("window16_blocks_total", &EngineStats::window16_blocks_total)
-      .def_readonly("window16_blocks_free", &EngineStats::window16_blocks_free)
-      .def_readonly("window16_blocks_cached", &EngineStats::window16_blocks_cached)
-      .def_readonly("window16_blocks_active", &EngineStats::window16_blocks_active)
-      .def_readonly("prefix_queried_tokens", &EngineStats::prefix_queried_tokens)
-      .def_readonly("prefix_hit_tokens", &EngineStats::prefix_hit_tokens)
-      .def_readonly("prefix_cut_tokens", &EngineStats::prefix_cut_tokens)
-      .def_readonly("num_preemptions", &EngineStats::num_preemptions)
-      .def_readonly("num_steps", &EngineStats::num_steps)
-      .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
-      .def_readonly("generated_tokens", &EngineStats::generated_tokens)
-      .def_readonly("draft_tokens", &EngineStats::draft_tokens)
-      .def_readonly("accepted_tokens", &EngineStats::accepted_tokens)
-      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
-      .def_property_readonly("clipped", [](const EngineStats& self) {
-        std::vector<std::pair<int, int64_t>> groups;
-        for (const EngineStats::Clipped& group : self.clipped) {
-          groups.emplace_back(group.window, group.num_values);
-        }
-        return groups;
-      });
 }
 
 }  // namespace
@@ -140,21 +115,24 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
 }
 
 void DefKv(py::module_& m) {
-  py::class_<MemoryPlan>(m, "MemoryPlan")
-      .def_readonly("num_blocks", &MemoryPlan::num_blocks)
-      .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
-      .def_readonly("draft_cache_bytes", &MemoryPlan::draft_cache_bytes)
-      .def_readonly("draft_scratch_bytes", &MemoryPlan::draft_scratch_bytes)
-      .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
-      .def_readonly("scratch_bytes", &MemoryPlan::scratch_bytes)
-      .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
-      .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
-      .def_readonly("window16_bytes_per_sequence", &MemoryPlan::window16_bytes_per_sequence)
-      .def_readonly("session_bytes", &MemoryPlan::session_bytes)
-      .def_readonly("session_bytes_none", &MemoryPlan::session_bytes_none)
-      .def_readonly("max_tokens", &MemoryPlan::max_tokens)
-      .def_readonly("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
-  DefStats(m);
+  py::class_<MemoryPlan> plan(m, "MemoryPlan");
+  plan.def_readwrite("num_blocks", &MemoryPlan::num_blocks)
+      .def_readwrite("reserved_bytes", &MemoryPlan::reserved_bytes)
+      .def_readwrite("draft_cache_bytes", &MemoryPlan::draft_cache_bytes)
+      .def_readwrite("draft_scratch_bytes", &MemoryPlan::draft_scratch_bytes)
+      .def_readwrite("touched_bytes", &MemoryPlan::touched_bytes)
+      .def_readwrite("scratch_bytes", &MemoryPlan::scratch_bytes)
+      .def_readwrite("bytes_per_token", &MemoryPlan::bytes_per_token)
+      .def_readwrite("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
+      .def_readwrite("window16_bytes_per_sequence", &MemoryPlan::window16_bytes_per_sequence)
+      .def_readwrite("session_bytes", &MemoryPlan::session_bytes)
+      .def_readwrite("session_bytes_none", &MemoryPlan::session_bytes_none)
+      .def_readwrite("max_tokens", &MemoryPlan::max_tokens)
+      .def_readwrite("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
+  DefFields(plan);
+  py::class_<EngineStats> stats(m, "EngineStats");
+  DefMembers<EngineStats>(stats, [](EngineStats& self) -> EngineStats& { return self; });
+  DefFields(stats);
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));
 }

@@ -171,7 +171,7 @@ void RequireListedPair(KvCacheMode k, KvCacheMode v) {
                           std::string("is k=") + ToString(k) + ",v=" + ToString(v) +
                               ". It must be one format for both, or " +
                               NamesWith(&KvFormatInfo::pairs_as_k) + " for K with " +
-                              NamesWith(&KvFormatInfo::pairs_as_v) + " for V (--kv-cache-format).");
+                              NamesWith(&KvFormatInfo::pairs_as_v) + " for V.");
   }
 }
 

@@ -23,7 +23,7 @@ struct SamplingParams {
 
   // Calls visit(name, pointer to member) for every member. Python sees them under these names.
   template <class Visit>
-  static void ForEachMember(Visit visit) {
+  static constexpr void ForEachMember(Visit visit) {
     visit("do_sample", &SamplingParams::do_sample);
     visit("temperature", &SamplingParams::temperature);
     visit("top_k", &SamplingParams::top_k);
