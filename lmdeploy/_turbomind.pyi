@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from mmap import mmap
-from typing import Any, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,26 +37,16 @@ class KvFormat(enum.Enum):
 class KvFormatInfo:
     """A row of the table of KV formats in src/turbomind/kv/kv_format.h."""
 
-    @property
-    def format(self) -> KvFormat | None: ...  # None: the device chooses the format
-    @property
-    def name(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def quant_policy(self) -> int | None: ...  # None: the format has names only
-    @property
-    def bits(self) -> int: ...  # payload bits per value
-    @property
-    def group(self) -> int: ...  # values per scale byte; 0 without scale bytes
-    @property
-    def is_fp4(self) -> bool: ...  # codes are E2M1 with a scale byte per group
-    @property
-    def has_global_scale(self) -> bool: ...
-    @property
-    def max_value(self) -> float: ...  # at a global scale of 1; 0 without a fixed limit
-    @property
-    def description(self) -> str: ...
+    format: Final[KvFormat | None]  # None: the device chooses the format
+    name: Final[str]
+    aliases: Final[tuple[str, ...]]
+    quant_policy: Final[int | None]  # None: the format has names only
+    bits: Final[int]  # payload bits per value
+    group: Final[int]  # values per scale byte; 0 without scale bytes
+    is_fp4: Final[bool]  # codes are E2M1 with a scale byte per group
+    has_global_scale: Final[bool]
+    max_value: Final[float]  # at a global scale of 1; 0 without a fixed limit
+    description: Final[str]
 
 def kv_formats() -> tuple[KvFormatInfo, ...]:
     """Return the table, in the order of reports."""
@@ -143,16 +133,11 @@ class ModelConfig(_Fields):
 class PrefixEvent:
     """A change of the prefix cache. src/turbomind/kv/prefix_events.h explains the fields."""
 
-    @property
-    def kind(self) -> str: ...  # stored, removed, cleared
-    @property
-    def blocks(self) -> list[int]: ...
-    @property
-    def parent(self) -> int | None: ...
-    @property
-    def tokens(self) -> list[int]: ...
-    @property
-    def salt(self) -> bytes: ...  # 16 bytes
+    kind: Final[str]  # stored, removed, cleared
+    blocks: Final[list[int]]
+    parent: Final[int | None]
+    tokens: Final[list[int]]
+    salt: Final[bytes]  # 16 bytes
 
 class PrefixEvents:
     def __init__(self) -> None: ...
@@ -221,40 +206,25 @@ class DeviceCapability:
     """
 
     def __init__(self) -> None: ...
-    @property
-    def generation(self) -> str: ...  # for messages: CPU, SM 90
-    @property
-    def default_batch_size(self) -> int: ...
-    @property
-    def default_step_tokens(self) -> int: ...
-    @property
-    def reserves_lazily(self) -> bool: ...
-    @property
-    def reads_mapped_files(self) -> bool: ...
-    @property
-    def has_fp32(self) -> bool: ...
-    @property
-    def drafts_by_default(self) -> bool: ...
-    @property
-    def has_k_quants(self) -> bool: ...
-    @property
-    def has_nvfp4(self) -> bool: ...
+    generation: Final[str]  # for messages: CPU, SM 90
+    default_batch_size: Final[int]
+    default_step_tokens: Final[int]
+    reserves_lazily: Final[bool]
+    reads_mapped_files: Final[bool]
+    has_fp32: Final[bool]
+    drafts_by_default: Final[bool]
+    has_k_quants: Final[bool]
+    has_nvfp4: Final[bool]
 
 class Device:
-    @property
-    def name(self) -> str: ...
-    @property
-    def gemm_backend(self) -> str: ...  # library of matrix multiplication; empty on the CPU
-    @property
-    def gemm_input_dtype(self) -> str: ...  # int8, int12, int16 or bfloat16
-    @property
-    def free_bytes(self) -> int | None: ...  # of its own memory; None: it uses the host's
-    @property
-    def capability(self) -> DeviceCapability: ...
+    name: Final[str]
+    gemm_backend: Final[str]  # library of matrix multiplication; empty on the CPU
+    gemm_input_dtype: Final[str]  # int8, int12, int16 or bfloat16
+    free_bytes: Final[int | None]  # of its own memory; None: it uses the host's
+    capability: Final[DeviceCapability]
 
 class Weights:
-    @property
-    def num_bytes(self) -> int: ...
+    num_bytes: Final[int]
 
 class MappedFile:
     """Protects the readers of a mapped file until the object is destroyed.

@@ -31,36 +31,28 @@ class EngineCore(PrefixCache, Protocol):
     @property
     def healthy(self) -> bool:
         """Return whether the core has not failed."""
-        ...
 
     @property
     def failure(self) -> str:
         """Return why the core has failed, or ""."""
-        ...
 
     def submit(self, request: Request) -> None:
         """Start a request. Raise ValueError if it is wrong or its id is in use."""
-        ...
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request, which still gets a last output. An unknown id has no effect."""
-        ...
 
     def wait_outputs(self, timeout_ms: int) -> list[RequestOutput]:
         """Return the outputs that have arrived. Wait up to `timeout_ms` if there are none."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return the counters."""
-        ...
 
     def memory_plan(self) -> MemoryPlan:
         """Return what memory the core has reserved and uses."""
-        ...
 
     def close(self) -> None:
         """Stop. Other calls then return, and requests that still run get no last output."""
-        ...
 
 
 class StartedCore(NamedTuple):

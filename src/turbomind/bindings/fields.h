@@ -6,7 +6,13 @@
 #include <pybind11/stl.h>
 
 #include <cstddef>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <utility>
+
+#include "turbomind/core/members.h"
 
 namespace turbomind {
 
@@ -26,23 +32,33 @@ consteval size_t CountMembers() {
   }
 }
 
-// Returns the number of members that T::ForEachMember visits.
-template <class T>
-consteval size_t CountListedMembers() {
-  size_t count = 0;
-  T::ForEachMember([&count](auto...) { ++count; });
-  return count;
+// Returns the name of a member, which is in the compiler's name of this function.
+template <auto kMember>
+std::string MemberName() {
+  const std::string_view text = __PRETTY_FUNCTION__;  // "... kMember = &turbomind::Struct::name]"
+  const size_t end = text.find_first_of(";])", text.find("kMember = "));
+  const size_t begin = text.rfind("::", end) + 2;
+  return std::string(text.substr(begin, end - begin));
 }
 
-// Defines a property for each member of T. `part` returns the T in a C.
-template <class T, class C, class... Options, class Part>
-void DefMembers(pybind11::class_<C, Options...>& target, Part part) {
-  static_assert(CountMembers<T>() == CountListedMembers<T>(), "ForEachMember misses a member");
-  T::ForEachMember([&target, part]<class V>(const char* name, V T::*member) {
+// Defines a property for each listed member of T. Its name is `prefix` and that of the member.
+// `part` returns the T in a C. `kOthers` members of T are not listed.
+template <class T, size_t kOthers = 0, class C, class... Options, class Part, auto... kMembers>
+void DefMembers(pybind11::class_<C, Options...>& target, Part part, MemberList<kMembers...>,
+                const std::string& prefix = "") {
+  static_assert(sizeof...(kMembers) + kOthers == CountMembers<T>(), "the list misses a member");
+  const auto define = [&target, part]<class V>(const std::string& name, V T::*member) {
     target.def_property(
-        name, [part, member](C& self) { return part(self).*member; },
+        name.c_str(), [part, member](C& self) -> const V& { return part(self).*member; },
         [part, member](C& self, V value) { part(self).*member = std::move(value); });
-  });
+  };
+  (define(prefix + MemberName<kMembers>(), kMembers), ...);
+}
+
+template <class T, size_t kOthers = 0, class... Options, auto... kMembers>
+void DefMembers(pybind11::class_<T, Options...>& target, MemberList<kMembers...> members) {
+  const auto itself = [](T& self) -> T& { return self; };
+  DefMembers<T, kOthers>(target, itself, members);
 }
 
 // Defines a constructor without arguments, to_dict() over the properties that are already defined,

@@ -71,6 +71,13 @@ py::array_t<T> Array(const std::vector<T>& values, const std::vector<py::ssize_t
 }  // namespace
 
 void DefKvOptions(py::class_<EngineConfig>& config) {
+  DefMembers<KvQuality, 3>(
+      config, [](EngineConfig& self) -> KvQuality& { return self.kv_quality; },
+      MemberList<&KvQuality::rotate_k, &KvQuality::search_scales, &KvQuality::k_offset>(), "kv_");
+  DefMembers<PrecisionWindowTokens>(
+      config, [](EngineConfig& self) -> PrecisionWindowTokens& { return self.kv_quality.window16; },
+      MemberList<&PrecisionWindowTokens::sink_tokens, &PrecisionWindowTokens::recent_tokens>(),
+      "kv_");
   config
       .def_property(
           "kv_format", [](const EngineConfig& self) { return self.kv_format; },
@@ -79,30 +86,11 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
           })
       .def_property("kv_layers", &GetLayers, &SetLayers)
       .def_property(
-          "kv_rotate_k", [](const EngineConfig& self) { return self.kv_quality.rotate_k; },
-          [](EngineConfig& self, bool value) { self.kv_quality.rotate_k = value; })
-      .def_property(
-          "kv_search_scales",
-          [](const EngineConfig& self) { return self.kv_quality.search_scales; },
-          [](EngineConfig& self, bool value) { self.kv_quality.search_scales = value; })
-      .def_property(
-          "kv_sink_tokens",
-          [](const EngineConfig& self) { return self.kv_quality.window16.sink_tokens; },
-          [](EngineConfig& self, int value) { self.kv_quality.window16.sink_tokens = value; })
-      .def_property(
-          "kv_recent_tokens",
-          [](const EngineConfig& self) { return self.kv_quality.window16.recent_tokens; },
-          [](EngineConfig& self, int value) { self.kv_quality.window16.recent_tokens = value; })
-      .def_property(
           "kv_window_format",
           [](const EngineConfig& self) { return self.kv_quality.window_format; },
           [](EngineConfig& self, const py::object& value) {
             self.kv_quality.window_format = ToKvFormat("kv_window_format", value);
           })
-      .def_property(
-          "kv_k_offset", [](const EngineConfig& self) { return self.kv_quality.k_offset; },
-          [](EngineConfig& self, bool value) { self.kv_quality.k_offset = value; })
-      .def_readwrite("collect_kv_statistics", &EngineConfig::collect_kv_statistics)
       .def(
           "set_kv_calibration",
           [](EngineConfig& self, const py::object& k_mean, const py::object& k_scales,
@@ -116,22 +104,17 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
 
 void DefKv(py::module_& m) {
   py::class_<MemoryPlan> plan(m, "MemoryPlan");
-  plan.def_readwrite("num_blocks", &MemoryPlan::num_blocks)
-      .def_readwrite("reserved_bytes", &MemoryPlan::reserved_bytes)
-      .def_readwrite("draft_cache_bytes", &MemoryPlan::draft_cache_bytes)
-      .def_readwrite("draft_scratch_bytes", &MemoryPlan::draft_scratch_bytes)
-      .def_readwrite("touched_bytes", &MemoryPlan::touched_bytes)
-      .def_readwrite("scratch_bytes", &MemoryPlan::scratch_bytes)
-      .def_readwrite("bytes_per_token", &MemoryPlan::bytes_per_token)
-      .def_readwrite("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
-      .def_readwrite("window16_bytes_per_sequence", &MemoryPlan::window16_bytes_per_sequence)
-      .def_readwrite("session_bytes", &MemoryPlan::session_bytes)
-      .def_readwrite("session_bytes_none", &MemoryPlan::session_bytes_none)
-      .def_readwrite("max_tokens", &MemoryPlan::max_tokens)
-      .def_readwrite("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
+  DefMembers<MemoryPlan>(
+      plan, MemberList<&MemoryPlan::num_blocks, &MemoryPlan::reserved_bytes,
+                       &MemoryPlan::draft_cache_bytes, &MemoryPlan::draft_scratch_bytes,
+                       &MemoryPlan::touched_bytes, &MemoryPlan::scratch_bytes,
+                       &MemoryPlan::bytes_per_token, &MemoryPlan::bytes_per_token_none,
+                       &MemoryPlan::window16_bytes_per_sequence, &MemoryPlan::session_bytes,
+                       &MemoryPlan::session_bytes_none, &MemoryPlan::max_tokens,
+                       &MemoryPlan::max_sequence_tokens>());
   DefFields(plan);
   py::class_<EngineStats> stats(m, "EngineStats");
-  DefMembers<EngineStats>(stats, [](EngineStats& self) -> EngineStats& { return self; });
+  DefMembers<EngineStats>(stats, EngineStats::Members());
   DefFields(stats);
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));

@@ -148,19 +148,15 @@ CacheSalt ToCacheSalt(const py::bytes& bytes) {
 
 void DefRequest(py::module_& m) {
   py::class_<Request, std::shared_ptr<Request>> request(m, "Request");
-  request.def_readwrite("id", &Request::id)
-      .def_readwrite("prompt", &Request::prompt)
-      .def_readwrite("priority", &Request::priority)
-      .def_readwrite("num_resumed", &Request::num_resumed)
-      .def_readwrite("max_new_tokens", &Request::max_new_tokens)
-      .def_readwrite("long_rope", &Request::long_rope)
-      .def_readwrite("min_new_tokens", &Request::min_new_tokens)
-      .def_readwrite("ignore_eos", &Request::ignore_eos)
-      .def_readwrite("eos_ids", &Request::eos_ids)
-      .def_readwrite("stop_sequences", &Request::stop_sequences)
-      .def_readwrite("bad_sequences", &Request::bad_sequences)
-      .def_readwrite("num_prompt_logprobs", &Request::num_prompt_logprobs)
-      .def_property("token_mask", &GetTokenMask, &SetTokenMask)
+  DefMembers<Request, 5>(
+      request, MemberList<&Request::id, &Request::prompt, &Request::priority, &Request::num_resumed,
+                          &Request::max_new_tokens, &Request::ignore_eos,
+                          &Request::num_prompt_logprobs, &Request::long_rope>());
+  DefMembers<SamplingRequest, 2>(
+      request, [](Request& self) -> SamplingRequest& { return self; },
+      MemberList<&Request::min_new_tokens, &Request::eos_ids, &Request::stop_sequences,
+                 &Request::bad_sequences>());
+  request.def_property("token_mask", &GetTokenMask, &SetTokenMask)
       .def_property(
           "cache_salt",
           [](const Request& self) {
@@ -170,22 +166,20 @@ void DefRequest(py::module_& m) {
           [](Request& self, const py::bytes& salt) { self.cache_salt = ToCacheSalt(salt); });
   DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
   DefEnum(request, "pooling", &Request::pooling, kPoolings);
-  DefMembers<SamplingParams>(request,
-                             [](Request& self) -> SamplingParams& { return self.sampling; });
+  DefMembers<SamplingParams>(
+      request, [](Request& self) -> SamplingParams& { return self.sampling; },
+      SamplingParams::Members());
   DefFields(request);
 
   py::class_<RequestOutput> output(m, "RequestOutput");
-  output.def_readwrite("request_id", &RequestOutput::request_id)
-      .def_readwrite("tokens", &RequestOutput::tokens)
-      .def_readwrite("logprobs", &RequestOutput::logprobs)
-      .def_readwrite("prompt_logprobs", &RequestOutput::prompt_logprobs)
-      .def_property("logits", &GetLogits, &SetLogits)
-      .def_property("pooled", &GetPooled, &SetPooled)
-      .def_readwrite("stop_tokens", &RequestOutput::stop_tokens)
-      .def_readwrite("cached_tokens", &RequestOutput::cached_tokens)
-      .def_readwrite("error", &RequestOutput::error)
-      .def_readwrite("is_request_fault", &RequestOutput::is_request_fault)
-      .def_readwrite("error_field", &RequestOutput::error_field);
+  DefMembers<RequestOutput, 4>(
+      output,
+      MemberList<&RequestOutput::request_id, &RequestOutput::tokens, &RequestOutput::logprobs,
+                 &RequestOutput::prompt_logprobs, &RequestOutput::stop_tokens,
+                 &RequestOutput::cached_tokens, &RequestOutput::error,
+                 &RequestOutput::is_request_fault, &RequestOutput::error_field>());
+  output.def_property("logits", &GetLogits, &SetLogits)
+      .def_property("pooled", &GetPooled, &SetPooled);
   DefEnum(output, "finish_reason", &RequestOutput::finish_reason, kFinishReasons);
   DefFields(output);
 }

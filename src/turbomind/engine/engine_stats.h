@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "turbomind/core/members.h"
+
 namespace turbomind {
 
 struct EngineStats {
@@ -33,31 +35,16 @@ struct EngineStats {
   };
   std::vector<Clipped> clipped;
 
-  // Calls visit(name, pointer to member) for every member. Python sees them under these names.
-  template <class Visit>
-  static constexpr void ForEachMember(Visit visit) {
-    visit("num_waiting", &EngineStats::num_waiting);
-    visit("num_running", &EngineStats::num_running);
-    visit("blocks_total", &EngineStats::blocks_total);
-    visit("blocks_free", &EngineStats::blocks_free);
-    visit("blocks_cached", &EngineStats::blocks_cached);
-    visit("blocks_active", &EngineStats::blocks_active);
-    visit("window16_blocks_total", &EngineStats::window16_blocks_total);
-    visit("window16_blocks_free", &EngineStats::window16_blocks_free);
-    visit("window16_blocks_cached", &EngineStats::window16_blocks_cached);
-    visit("window16_blocks_active", &EngineStats::window16_blocks_active);
-    visit("prefix_queried_tokens", &EngineStats::prefix_queried_tokens);
-    visit("prefix_hit_tokens", &EngineStats::prefix_hit_tokens);
-    visit("prefix_cut_tokens", &EngineStats::prefix_cut_tokens);
-    visit("num_preemptions", &EngineStats::num_preemptions);
-    visit("num_steps", &EngineStats::num_steps);
-    visit("prompt_tokens", &EngineStats::prompt_tokens);
-    visit("generated_tokens", &EngineStats::generated_tokens);
-    visit("draft_tokens", &EngineStats::draft_tokens);
-    visit("accepted_tokens", &EngineStats::accepted_tokens);
-    visit("num_nonfinite", &EngineStats::num_nonfinite);
-    visit("clipped", &EngineStats::clipped);
-  }
+  // All of them. Python sees them under their names.
+  using Members = MemberList<
+      &EngineStats::num_waiting, &EngineStats::num_running, &EngineStats::blocks_total,
+      &EngineStats::blocks_free, &EngineStats::blocks_cached, &EngineStats::blocks_active,
+      &EngineStats::window16_blocks_total, &EngineStats::window16_blocks_free,
+      &EngineStats::window16_blocks_cached, &EngineStats::window16_blocks_active,
+      &EngineStats::prefix_queried_tokens, &EngineStats::prefix_hit_tokens,
+      &EngineStats::prefix_cut_tokens, &EngineStats::num_preemptions, &EngineStats::num_steps,
+      &EngineStats::prompt_tokens, &EngineStats::generated_tokens, &EngineStats::draft_tokens,
+      &EngineStats::accepted_tokens, &EngineStats::num_nonfinite, &EngineStats::clipped>;
 };
 
 }  // namespace turbomind
