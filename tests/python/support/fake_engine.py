@@ -121,7 +121,9 @@ class HarmonyTokenizer(FakeTokenizer):
             i
             for piece in pieces
             for i in (
-                [self.token_id(piece)] if piece in self.names else piece.encode("utf-8", "replace")
+                [257 + self.names.index(piece)]
+                if piece in self.names
+                else piece.encode("utf-8", "replace")
             )
         ]
 
