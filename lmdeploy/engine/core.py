@@ -1,8 +1,7 @@
-"""④ The core, which turns token ids into token ids: what its users call, and what it takes along.
+"""④ The core, which turns token ids into token ids, and what belongs to a running one.
 
-The C++ engine is one. Replicas of it and the fake of the tests stand in its place. All exchange
-the same messages: `Request`, `RequestOutput`, `EngineStats` and `MemoryPlan` of `_turbomind`, whose
-fields the bindings define.
+The C++ engine is one. Replicas of it and the fake of the tests stand in its place. All of them take
+and return the messages of `_turbomind`, whose fields the bindings define.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class PyTokenMask {
       return go_on;
     } catch (const py::error_already_set& error) {
       // OptionError of checks.py: the request asked for something impossible.
-      if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field")) {
+      if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field") &&
+          py::hasattr(error.value(), "reason")) {
         throw InvalidArgument(py::str(error.value().attr("field")).cast<std::string>(),
                               py::str(error.value().attr("reason")).cast<std::string>());
       }
