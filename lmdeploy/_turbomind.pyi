@@ -1,15 +1,27 @@
 """Types of the C++ engine. Import the module inside functions: it takes a few milliseconds."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from mmap import mmap
-from typing import Any
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-class InvalidArgument(ValueError): ...
+class InvalidArgument(ValueError):
+    field: str  # the option that is wrong, with which the text begins; "" if it is no single one
+    reason: str  # the rest of the text
+
 class InternalError(RuntimeError): ...
+
+class _Fields:
+    """A plain struct, of which every property is a field."""
+
+    def __init__(self) -> None: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Return an object with these fields, and the defaults of the others."""
 
 class KvFormat(enum.Enum):
     """The formats that a layer can store. Members have the canonical names."""
@@ -25,26 +37,16 @@ class KvFormat(enum.Enum):
 class KvFormatInfo:
     """A row of the table of KV formats in src/turbomind/kv/kv_format.h."""
 
-    @property
-    def format(self) -> KvFormat | None: ...  # None: the device chooses the format
-    @property
-    def name(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def quant_policy(self) -> int | None: ...  # None: the format has names only
-    @property
-    def bits(self) -> int: ...  # payload bits per value
-    @property
-    def group(self) -> int: ...  # values per scale byte; 0 without scale bytes
-    @property
-    def is_fp4(self) -> bool: ...  # codes are E2M1 with a scale byte per group
-    @property
-    def has_global_scale(self) -> bool: ...
-    @property
-    def max_value(self) -> float: ...  # at a global scale of 1; 0 without a fixed limit
-    @property
-    def description(self) -> str: ...
+    format: Final[KvFormat | None]  # None: the device chooses the format
+    name: Final[str]
+    aliases: Final[tuple[str, ...]]
+    quant_policy: Final[int | None]  # None: the format has names only
+    bits: Final[int]  # payload bits per value
+    group: Final[int]  # values per scale byte; 0 without scale bytes
+    is_fp4: Final[bool]  # codes are E2M1 with a scale byte per group
+    has_global_scale: Final[bool]
+    max_value: Final[float]  # at a global scale of 1; 0 without a fixed limit
+    description: Final[str]
 
 def kv_formats() -> tuple[KvFormatInfo, ...]:
     """Return the table, in the order of reports."""
@@ -55,7 +57,7 @@ def parse_kv_format(value: object) -> str:
     `fp4` stays `fp4`, because the device chooses the format. Raises InvalidArgument.
     """
 
-class RopeConfig:
+class RopeConfig(_Fields):
     kind: str  # none, default, linear, dynamic, llama3, yarn
     theta: float
     dim: int
@@ -69,9 +71,8 @@ class RopeConfig:
     truncate: bool
     freq_factors: list[float]
     long_factors: list[float]
-    def __init__(self) -> None: ...
 
-class MoeConfig:
+class MoeConfig(_Fields):
     num_experts: int  # 0: a dense model
     top_k: int
     intermediate_size: int  # of one expert
@@ -84,24 +85,21 @@ class MoeConfig:
     top_groups: int
     scale: float  # factor of the routed experts' output
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
-    def __init__(self) -> None: ...
 
-class NormConfig:
+class NormConfig(_Fields):
     centered: bool  # LayerNorm instead of RMSNorm
     inputs: bool  # before each branch
     outputs: bool  # after each branch
     qk_all_heads: bool
     qk_after_rope: bool
     qk_unit: bool
-    def __init__(self) -> None: ...
 
-class QueryScaling:
+class QueryScaling(_Fields):
     beta: float  # 0: none
     length: int
     offset: int
-    def __init__(self) -> None: ...
 
-class ModelConfig:
+class ModelConfig(_Fields):
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -130,22 +128,16 @@ class ModelConfig:
     k_bias: bool  # K has a bias, which RoPE follows without a norm
     windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
     dtype: str  # float32, float16, bfloat16
-    def __init__(self) -> None: ...
     def validate(self) -> None: ...
 
 class PrefixEvent:
     """A change of the prefix cache. src/turbomind/kv/prefix_events.h explains the fields."""
 
-    @property
-    def kind(self) -> str: ...  # stored, removed, cleared
-    @property
-    def blocks(self) -> list[int]: ...
-    @property
-    def parent(self) -> int | None: ...
-    @property
-    def tokens(self) -> list[int]: ...
-    @property
-    def salt(self) -> bytes: ...  # 16 bytes
+    kind: Final[str]  # stored, removed, cleared
+    blocks: Final[list[int]]
+    parent: Final[int | None]
+    tokens: Final[list[int]]
+    salt: Final[bytes]  # 16 bytes
 
 class PrefixEvents:
     def __init__(self) -> None: ...
@@ -192,7 +184,7 @@ class EngineConfig:
         v_scales: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
     ) -> None: ...
 
-class MemoryPlan:
+class MemoryPlan(_Fields):
     num_blocks: int
     reserved_bytes: int
     draft_cache_bytes: int  # of the draft model; 0 without one
@@ -214,38 +206,24 @@ class DeviceCapability:
     """
 
     def __init__(self) -> None: ...
-    @property
-    def generation(self) -> str: ...  # for messages: CPU, SM 90
-    @property
-    def default_batch_size(self) -> int: ...
-    @property
-    def default_step_tokens(self) -> int: ...
-    @property
-    def reserves_lazily(self) -> bool: ...
-    @property
-    def reads_mapped_files(self) -> bool: ...
-    @property
-    def has_fp32(self) -> bool: ...
-    @property
-    def drafts_by_default(self) -> bool: ...
-    @property
-    def has_all_formats(self) -> bool: ...
+    generation: Final[str]  # for messages: CPU, SM 90
+    default_batch_size: Final[int]
+    default_step_tokens: Final[int]
+    reserves_lazily: Final[bool]
+    reads_mapped_files: Final[bool]
+    has_fp32: Final[bool]
+    drafts_by_default: Final[bool]
+    has_all_formats: Final[bool]
 
 class Device:
-    @property
-    def name(self) -> str: ...
-    @property
-    def gemm_backend(self) -> str: ...  # library of matrix multiplication; empty on the CPU
-    @property
-    def gemm_input_dtype(self) -> str: ...  # int8, int12, int16 or bfloat16
-    @property
-    def free_bytes(self) -> int | None: ...  # of its own memory; None: it uses the host's
-    @property
-    def capability(self) -> DeviceCapability: ...
+    name: Final[str]
+    gemm_backend: Final[str]  # library of matrix multiplication; empty on the CPU
+    gemm_input_dtype: Final[str]  # int8, int12, int16 or bfloat16
+    free_bytes: Final[int | None]  # of its own memory; None: it uses the host's
+    capability: Final[DeviceCapability]
 
 class Weights:
-    @property
-    def num_bytes(self) -> int: ...
+    num_bytes: Final[int]
 
 class MappedFile:
     """Protects the readers of a mapped file until the object is destroyed.
@@ -302,10 +280,9 @@ class WeightsBuilder:
     def add_vector(self, name: str, data: npt.NDArray[np.float32]) -> None: ...
     def build(self) -> Weights: ...
 
-class Request:
+class Request(_Fields):
     id: int
     prompt: list[int]
-    priority: int
     num_resumed: int  # trailing tokens of `prompt` that are the beginning of the response
     max_new_tokens: int  # num_resumed included
     long_rope: bool  # must be true for sequences that may exceed short_rope_length
@@ -314,8 +291,7 @@ class Request:
     eos_ids: list[int]
     stop_sequences: list[list[int]]
     bad_sequences: list[list[int]]
-    # Every member of SamplingParams (ops/sampling_params.h) is an attribute. Those that have the
-    # values of options are set by name (copy_to_core), so that only the others are listed.
+    # Fields that have the values of options are not listed: copy_to_core sets them by name.
     do_sample: bool
     temperature: float
     seed: int
@@ -327,13 +303,10 @@ class Request:
     cache_salt: bytes  # 16 bytes; only requests with the same salt share cached prefixes
     # fn(new_tokens, mask) -> bool writes the bitmask to `mask` (int32) in place.
     token_mask: Callable[[Sequence[int], npt.NDArray[np.int32]], bool] | None
-    def __init__(self) -> None: ...
 
-class TokenLogprobs:
-    chosen: float
-    top: list[tuple[int, float]]
+TokenLogprobs: TypeAlias = tuple[float, list[tuple[int, float]]]  # of the token, and the largest
 
-class RequestOutput:
+class RequestOutput(_Fields):
     request_id: int
     tokens: list[int]
     logprobs: list[TokenLogprobs]
@@ -345,29 +318,14 @@ class RequestOutput:
     cached_tokens: int
     error: str
     is_request_fault: bool
+    error_field: str  # the field of the request that is wrong, if is_request_fault; else ""
 
-class EngineStats:
-    num_waiting: int
-    num_running: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_active: int
-    window16_blocks_total: int
-    window16_blocks_free: int
-    window16_blocks_cached: int
-    window16_blocks_active: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    prefix_cut_tokens: int
-    num_preemptions: int
-    num_steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    num_nonfinite: int
+class EngineStats(_Fields):
+    """The counters of src/turbomind/engine/engine_stats.h, which explains them."""
+
     clipped: list[tuple[int, int]]  # sliding window (0: full), values, by layer group
+    def __getattr__(self, name: str) -> int: ...
+    def __setattr__(self, name: str, value: int) -> None: ...
 
 class Engine:
     def __init__(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from lmdeploy.base.checks import ContextLengthError, check_instance, refuse, show
+from lmdeploy.base.errors import EngineFailure
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
@@ -78,8 +79,8 @@ class Pipeline:
         engine: AsyncEngine | None = None,
     ) -> None:
         # Imported here because `import lmdeploy` should not import asyncio.
+        from lmdeploy.base.loop_thread import LoopThread
         from lmdeploy.engine.async_engine import AsyncEngine
-        from lmdeploy.engine.loop_thread import LoopThread
 
         set_log_level(log_level)
         if backend_config is not None:
@@ -254,7 +255,7 @@ class Pipeline:
     @property
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer, which has `encode(text)` and `decode(ids)`."""
-        return self.engine.loaded.tokenizer
+        return self.engine.text.tokenizer
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Return the mean negative log likelihood per token of each list, in nats.
@@ -269,8 +270,6 @@ class Pipeline:
             ValueError: if a list has fewer than 2 tokens.
             EngineFailure: if a request fails.
         """
-        from lmdeploy.engine.async_engine import EngineFailure
-
         self._check_open()
         if isinstance(input_ids, str):
             raise refuse(
@@ -318,12 +317,12 @@ class Pipeline:
             raise refuse("input_ids", input_ids, wanted="a list of token ids")
         self.engine.check_prompt(input_ids, num_new=0, name="input_ids")
         self.engine.check_healthy()
-        loaded = self.engine.loaded
-        blocks = loaded.cpp_engine.export_prefix(input_ids, 0, salt_bytes(None))
+        running = self.engine.running
+        blocks = running.core.export_prefix(input_ids, first=0, salt=salt_bytes(None))
         return KvBlocks(
-            identity=loaded.cache_identity(),
-            tokens=input_ids[: len(blocks) * loaded.block_tokens],
-            block_tokens=loaded.block_tokens,
+            identity=running.cache_identity(),
+            tokens=input_ids[: len(blocks) * running.block_tokens],
+            block_tokens=running.block_tokens,
             blocks=blocks,
         )
 
@@ -338,8 +337,8 @@ class Pipeline:
         """
         self._check_open()
         self.engine.check_healthy()
-        loaded = self.engine.loaded
-        wanted = {**loaded.cache_identity(), "block_tokens": loaded.block_tokens}
+        running = self.engine.running
+        wanted = {**running.cache_identity(), "block_tokens": running.block_tokens}
         given = {**blocks.identity, "block_tokens": blocks.block_tokens}
         for name in sorted(wanted.keys() | given.keys()):
             if wanted.get(name) != given.get(name):
@@ -351,9 +350,10 @@ class Pipeline:
         if not blocks.blocks:
             return 0
         self.engine.check_prompt(blocks.tokens, num_new=0, name="blocks")
-        salt = salt_bytes(None)
-        count = loaded.cpp_engine.import_prefix(blocks.tokens, 0, blocks.blocks, salt)
-        return count * loaded.block_tokens
+        count = running.core.import_prefix(
+            blocks.tokens, first=0, blocks=blocks.blocks, salt=salt_bytes(None)
+        )
+        return count * running.block_tokens
 
     def _chat_pieces(
         self, prompt: str, session: Session, *, gen_config: GenerationConfig | None

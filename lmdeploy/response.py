@@ -54,6 +54,7 @@ class Response:
         error_code: `bad_request`, `engine_error` or `context_length_exceeded` if finish_reason is
             `error`.
         error_message: why the request failed, if finish_reason is `error`.
+        error_field: the option that is wrong, if error_code is `bad_request` and it is one option.
         prompt_logprobs: as logprobs, for the tokens of the prompt from the second on.
         reasoning_content: the reasoning before the content, if the chat format separates it.
         tool_calls: the tool calls of the response, if the chat format has them. A chunk contains
@@ -82,6 +83,7 @@ class Response:
     choice: int = 0
     stop_word: str | None = None
     embedding: npt.NDArray[np.float32] | None = None
+    error_field: str | None = None
 
     @property
     def has_content(self) -> bool:
@@ -120,6 +122,7 @@ class Response:
             setattr(self, name, getattr(other, name))
         self.stop_word, self.embedding = other.stop_word, other.embedding
         self.error_code, self.error_message = other.error_code, other.error_message
+        self.error_field = other.error_field
 
 
 def join_pieces(chunks: Sequence[Response]) -> Response:

@@ -57,7 +57,7 @@ step_ruff() { ruff check . && ruff format --check .; }
 
 step_mypy() {
   mypy && mypy --strict --ignore-missing-imports scripts/*.py scripts/eval scripts/dev/*.py \
-    benchmarks/*.py benchmarks/baselines
+    benchmarks/*.py benchmarks/baselines tests/python/support/fake_engine.py
 }
 
 step_clang_format() { cpp_files | xargs -r clang-format --dry-run --Werror; }

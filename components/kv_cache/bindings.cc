@@ -68,9 +68,9 @@ NewRows ToNewRows(const Cache& cache, const Pair& kv) {
   NewRows rows = {ToRows(cache, kv.first, heads, num_tokens),
                   ToRows(cache, kv.second, heads, num_tokens), 0};
   if (num_tokens > cache.config().max_seq_len) {
-    throw InvalidArgument("k_new has " + std::to_string(num_tokens) +
-                          " tokens. At most max_seq_len, " +
-                          std::to_string(cache.config().max_seq_len) + ", fit.");
+    throw InvalidArgument("k_new", "has " + std::to_string(num_tokens) +
+                                       " tokens. At most max_seq_len, " +
+                                       std::to_string(cache.config().max_seq_len) + ", fit.");
   }
   rows.num_tokens = static_cast<int>(num_tokens);
   return rows;

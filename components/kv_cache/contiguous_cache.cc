@@ -35,9 +35,8 @@ constexpr double kMaxBytes = 0x1p46;  // more than an address space can hold
 
 void RequireRange(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value < low || value > high) {
-    throw InvalidArgument(std::string(name) + " is " + std::to_string(value) +
-                          ". It must be from " + std::to_string(low) + " to " +
-                          std::to_string(high) + ".");
+    throw InvalidArgument(name, "is " + std::to_string(value) + ". It must be from " +
+                                    std::to_string(low) + " to " + std::to_string(high) + ".");
   }
 }
 
@@ -51,13 +50,13 @@ void RequireValid(const ContiguousCacheConfig& config) {
   RequireRange("max_seq_len", config.max_seq_len, 1,
                config.window > 0 ? kMaxPosition : block::kMaxBlockSeqLen);
   if (config.q_heads % config.kv_heads != 0) {
-    throw InvalidArgument("num_heads is " + std::to_string(config.q_heads) +
-                          ". It must be a multiple of num_kv_heads, " +
-                          std::to_string(config.kv_heads) + ".");
+    throw InvalidArgument("num_heads", "is " + std::to_string(config.q_heads) +
+                                           ". It must be a multiple of num_kv_heads, " +
+                                           std::to_string(config.kv_heads) + ".");
   }
   if (config.head_dim % 16 != 0) {
-    throw InvalidArgument("head_dim is " + std::to_string(config.head_dim) +
-                          ". It must be a multiple of 16.");
+    throw InvalidArgument(
+        "head_dim", "is " + std::to_string(config.head_dim) + ". It must be a multiple of 16.");
   }
 }
 
@@ -193,10 +192,11 @@ void ContiguousCache::RequireRoom(int layer, int num_tokens) const {
   RequireRange("num_tokens", num_tokens, 1, kMaxPosition);
   const int room = config_.max_seq_len - seq_len_;
   if (num_tokens > room) {
-    throw InvalidArgument("k_new has " + std::to_string(num_tokens) + " tokens at position " +
-                          std::to_string(seq_len_) + ". At most " + std::to_string(room) +
-                          " fit until max_seq_len " + std::to_string(config_.max_seq_len) +
-                          ". Make a larger cache or call reset().");
+    throw InvalidArgument("k_new", "has " + std::to_string(num_tokens) + " tokens at position " +
+                                       std::to_string(seq_len_) + ". At most " +
+                                       std::to_string(room) + " fit until max_seq_len " +
+                                       std::to_string(config_.max_seq_len) +
+                                       ". Make a larger cache or call reset().");
   }
   RequireHeld(layer, {FirstVisible(config_.window, seq_len_), seq_len_}, "k_new");
 }
@@ -453,8 +453,9 @@ void ContiguousCache::Advance(int num_tokens) {
   RequireRange("num_tokens", num_tokens, 0, kMaxPosition);
   for (size_t layer = 0; layer < new_tokens_.size(); ++layer) {
     if (new_tokens_[layer] < num_tokens) {
-      throw InvalidArgument("num_tokens is " + std::to_string(num_tokens) + ". Layer " +
-                            std::to_string(layer) + " has " + std::to_string(new_tokens_[layer]) +
+      throw InvalidArgument(
+          "num_tokens", "is " + std::to_string(num_tokens) + ". Layer " + std::to_string(layer) +
+                            " has " + std::to_string(new_tokens_[layer]) +
                             " new tokens. Call attend or update for every layer first.");
     }
   }

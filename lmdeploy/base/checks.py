@@ -32,20 +32,24 @@ def flag_of(name: str) -> str:
 class OptionError(ValueError):
     """A value that cannot be used. Its text is `field`, a space and `reason`.
 
-    `reason` begins with a verb and ends with a period: `is 0. It must be at least 1.`
+    `reason` begins with a verb and ends with a period: `is 0. It must be at least 1.` The text also
+    names `flag`, with which the user may have set the field.
     """
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, *, flag: str | None = None) -> None:
         super().__init__(field, reason)
         self.field = field
         self.reason = reason
+        self.flag = flag
 
     def __str__(self) -> str:
-        return f"{self.field} {self.reason}"
+        reason = self.reason if self.flag is None else f"{self.reason[:-1]} ({self.flag})."
+        return f"{self.field} {reason}"
 
     def renamed(self, field: str) -> OptionError:
-        """Return the same error for a field that the user knows by another name."""
-        return OptionError(field, self.reason)
+        """Return the same error for a field that the user knows by another name. It has no flag."""
+        flag = self.flag if field == self.field else None
+        return OptionError(field, self.reason, flag=flag)
 
 
 class ContextLengthError(OptionError):
@@ -65,16 +69,12 @@ class ContextLengthError(OptionError):
 
 def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> OptionError:
     """Return the error for a bad value. `wanted` completes the sentence "It must be …"."""
-    return OptionError(name, f"is {show(value)}. It must be {wanted}{_advice(flag)}.")
+    return OptionError(name, f"is {show(value)}. It must be {wanted}.", flag=flag)
 
 
 def refuse_item(name: str, item: Any, *, wanted: str, flag: str | None = None) -> OptionError:
     """Return the error for a bad item of a list. `wanted` completes "Every item must be …"."""
-    return OptionError(name, f"contains {show(item)}. Every item must be {wanted}{_advice(flag)}.")
-
-
-def _advice(flag: str | None) -> str:
-    return "" if flag is None else f" ({flag})"
+    return OptionError(name, f"contains {show(item)}. Every item must be {wanted}.", flag=flag)
 
 
 def user_path(name: str, path: str | os.PathLike[str], *, flag: str | None = None) -> Path:

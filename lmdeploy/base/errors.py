@@ -1,4 +1,4 @@
-"""The error that all readers of model files raise, and the one of a part that cannot serve now."""
+"""Errors that several packages raise."""
 
 _MAX_CHARS = 600
 
@@ -16,3 +16,7 @@ class ModelFormatError(ValueError):
 
 class UnavailableError(RuntimeError):
     """A part of the server that cannot serve a request now. The same request may succeed later."""
+
+
+class EngineFailure(RuntimeError):
+    """The engine has failed, is closed, or belongs to another process."""

@@ -238,7 +238,7 @@ def _answer(
     note, style = "", "dim"
     try:
         config = GenerationConfig(
-            **{"max_new_tokens": limit} | pipeline.engine.loaded.sampling | options
+            **{"max_new_tokens": limit} | pipeline.engine.text.sampling | options
         )
         stream = pipeline.stream_infer(session.messages(line), config)
         with (

@@ -36,7 +36,7 @@ def run_api_server(args: argparse.Namespace) -> int:
 def run_ray(args: argparse.Namespace) -> int:
     """Serve with replicas on Ray until interrupted. Return the exit status."""
     from lmdeploy.checkpoint.hub import hub_address
-    from lmdeploy.engine.load import Core
+    from lmdeploy.engine.core import StartedCore
     from lmdeploy.replicas.deploy import Replicas
     from lmdeploy.replicas.options import ReplicaOptions
     from lmdeploy.serve import server
@@ -65,7 +65,7 @@ def run_ray(args: argparse.Namespace) -> int:
             config,
             chat_template_config=template,
             options=options,
-            start_core=lambda: Core(replicas.make_core(), lambda: None),  # type: ignore[arg-type]
+            start_core=lambda: StartedCore(replicas.make_core()),
         )
     finally:
         replicas.stop()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.base.checks import flag_of, refuse, user_path
+from lmdeploy.base.checks import OptionError, flag_of, refuse, user_path
 
 KV_QUALITIES = ("raw", "balanced", "best")
 UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
@@ -229,8 +229,12 @@ def _require_listed(k: str, v: str) -> None:
         k = v if v in fp4 else "nvfp4"
     if v == "fp4":
         v = k if k in fp4 else "nvfp4"
-    if k != v:
+    if k == v:
+        return
+    try:
         _turbomind.require_listed_pair(k, v)
+    except _turbomind.InvalidArgument as error:
+        raise OptionError(error.field, error.reason, flag=FLAG) from None
 
 
 def _parse_table(table: dict[Any, Any], where: str) -> FormatTable:
@@ -274,7 +278,8 @@ def _read_table(path: Path) -> dict[Any, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_TABLE_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"kv_cache_format: {path}: {error.strerror}; change {FLAG}") from error
+        told = f"names {path}: {error.strerror}."
+        raise OptionError("kv_cache_format", told, flag=FLAG) from error
     if len(data) > MAX_TABLE_BYTES:
         wanted = f"at most {MAX_TABLE_BYTES} bytes"
         raise refuse("kv_cache_format", str(path), wanted=wanted, flag=FLAG)
@@ -285,7 +290,8 @@ def _read_table(path: Path) -> dict[Any, Any]:
         table = yaml.load(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"kv_cache_format: {path}: not YAML: {reason}; change {FLAG}") from error
+        told = f"names {path}, which is not YAML: {reason}."
+        raise OptionError("kv_cache_format", told, flag=FLAG) from error
     if not isinstance(table, dict) or not isinstance(node, yaml.MappingNode):
         got = "an empty file" if node is None else f"a {type(table).__name__}"
         raise refuse(str(path), got, wanted="a table", flag=FLAG)

@@ -15,20 +15,22 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Collection, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from lmdeploy.base.errors import EngineFailure
 from lmdeploy.chat.formats.base import AnswerStart
 from lmdeploy.chat.grammar import Grammars
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
-from lmdeploy.engine.load import LoadedEngine, load_engine
+from lmdeploy.engine.core import RunningCore
+from lmdeploy.engine.load import TextModel, TextOptions, load_engine
 from lmdeploy.engine.prefix_store import PrefixRecorder
 from lmdeploy.engine.request import RequestMaker, RequestParts, check_prompt, set_sampling
 from lmdeploy.engine.stream import RequestStream
 from lmdeploy.response import Response
 
 if TYPE_CHECKING:
-    from lmdeploy import _turbomind
+    from lmdeploy._turbomind import EngineStats, MemoryPlan, Request, RequestOutput
     from lmdeploy.config.chat_template import ChatTemplateConfig
 
 logger = logging.getLogger("lmdeploy")
@@ -38,26 +40,23 @@ _ABORT_SECONDS = 10  # that aborted requests have to end before the engine sleep
 SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
 
 
-class EngineFailure(RuntimeError):
-    """The engine has failed, is closed, or belongs to another process."""
-
-
 class OutputSink(Protocol):
     """Receives the outputs of one request from the drain thread."""
 
-    def deliver(self, output: Any) -> None:
+    def deliver(self, output: RequestOutput | Exception) -> None:
         """Take an output, or the exception that ends the request."""
         ...
 
 
 class AsyncEngine:
-    """Owns the C++ engine, the tokenizer and the chat template of one model.
+    """Owns the core and the texts of one model.
 
     Any event loop may call `submit` and `generate`. Any thread may call `close`.
     """
 
-    def __init__(self, loaded: LoadedEngine) -> None:
-        self.loaded = loaded
+    def __init__(self, text: TextModel, running: RunningCore) -> None:
+        self.text = text
+        self.running = running
         self._ids = itertools.count(1)
         self._streams: dict[int, OutputSink] = {}
         self._lock = threading.Lock()
@@ -68,7 +67,7 @@ class AsyncEngine:
         self._closed = False
         self._asleep: frozenset[str] = frozenset()  # the parts that `sleep` has freed
         self._close_lock = threading.RLock()
-        traffic = loaded.kv_traffic
+        traffic = running.traffic
         self._recorder = None if traffic is None else PrefixRecorder(traffic)
         self._start_draining()
         _running.add(self)
@@ -86,28 +85,20 @@ class AsyncEngine:
     ) -> AsyncEngine:
         """Load a model and return its engine. `load_engine` documents the options and errors."""
         config = config or TurbomindEngineConfig()
-        return cls(
-            load_engine(
-                model_path,
-                config,
-                chat_template_config=chat_template_config,
-                reasoning_parser=reasoning_parser,
-                tool_call_parser=tool_call_parser,
-                progress=progress,
-            )
-        )
+        options = TextOptions(chat_template_config, reasoning_parser, tool_call_parser)
+        return cls(*load_engine(model_path, config, options=options, progress=progress))
 
     @property
     def max_request_tokens(self) -> int:
         """Return the largest prompt plus response that session_len and the cache allow."""
-        return self.loaded.cpp_engine.memory_plan().max_sequence_tokens
+        return self.memory_plan().max_sequence_tokens
 
     @property
     def healthy(self) -> bool:
         """Return whether the engine has not failed, is open and belongs to this process."""
         if self.in_other_process or self._closing.is_set() or self._failure:
             return False
-        return self.loaded.cpp_engine.healthy
+        return self.running.core.healthy
 
     @property
     def failure(self) -> str:
@@ -119,7 +110,7 @@ class AsyncEngine:
             )
         if self._closing.is_set():
             return "The engine is closed."
-        return self._failure or self.loaded.cpp_engine.failure
+        return self._failure or self.running.core.failure
 
     @property
     def is_sleeping(self) -> bool:
@@ -135,19 +126,19 @@ class AsyncEngine:
         """Return one line that describes the KV cache."""
         from lmdeploy.engine.kv_quality import cache_line
 
-        return cache_line(
-            self.loaded.kv,
-            self.loaded.cpp_engine.memory_plan(),
-            session_len=self.loaded.session_len,
-        )
+        return cache_line(self.running.kv, self.memory_plan(), session_len=self.text.session_len)
 
     def start_lines(self) -> list[str]:
         """Return the lines about the device and the KV cache that a command prints at its start."""
-        return [line for line in (self.loaded.device_line, self.cache_line()) if line]
+        return [line for line in (self.running.device_line, self.cache_line()) if line]
 
-    def stats(self) -> _turbomind.EngineStats:
-        """Return the counters of the C++ engine."""
-        return self.loaded.cpp_engine.stats()
+    def stats(self) -> EngineStats:
+        """Return the counters of the core."""
+        return self.running.core.stats()
+
+    def memory_plan(self) -> MemoryPlan:
+        """Return what memory the core has reserved and uses."""
+        return self.running.core.memory_plan()
 
     def check_prompt(
         self, prompt_ids: list[int], *, num_new: int = 1, name: str = "prompt"
@@ -159,7 +150,7 @@ class AsyncEngine:
             name: the field that the error names.
         """
         check_prompt(
-            self.loaded,
+            self.text,
             prompt_ids,
             num_new=num_new,
             max_tokens=self.max_request_tokens,
@@ -168,7 +159,7 @@ class AsyncEngine:
 
     def new_grammars(self) -> Grammars:
         """Return a new cache of compiled grammars, which all requests of one call share."""
-        return Grammars(lambda: self.loaded.tokenizer.grammar_tokenizer(self.loaded.vocab_size))
+        return Grammars(lambda: self.text.tokenizer.grammar_tokenizer(self.text.vocab_size))
 
     async def submit(
         self,
@@ -216,7 +207,7 @@ class AsyncEngine:
         await self._enter(request, stream)
         return stream
 
-    async def relay(self, request: _turbomind.Request, sink: OutputSink) -> None:
+    async def relay(self, request: Request, sink: OutputSink) -> None:
         """Submit a request that another process made. Its outputs go to `sink` as they are.
 
         Raise ValueError if the request is wrong, and EngineFailure as `submit`.
@@ -225,13 +216,13 @@ class AsyncEngine:
         request.id = next(self._ids)
         await self._enter(request, sink)
 
-    async def _enter(self, request: _turbomind.Request, sink: OutputSink) -> None:
+    async def _enter(self, request: Request, sink: OutputSink) -> None:
         if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.begin, request, self.loaded.cpp_engine)
+            await asyncio.to_thread(self._recorder.begin, request, self.running.core)
         with self._lock:
             self._streams[request.id] = sink
         try:
-            self.loaded.cpp_engine.submit(request)
+            self.running.core.submit(request)
         except BaseException:
             with self._lock:
                 self._streams.pop(request.id, None)
@@ -263,7 +254,7 @@ class AsyncEngine:
         with self._lock:
             known = self._streams.pop(request_id, None)
         if known is not None and not self._closing.is_set():
-            self.loaded.cpp_engine.cancel(request_id)
+            self.running.core.cancel(request_id)
 
     def abort_all(self) -> int:
         """End all running and waiting requests with finish_reason `abort`. Return their number.
@@ -280,7 +271,7 @@ class AsyncEngine:
         with self._lock:
             ids = [request_id for request_id in request_ids if request_id in self._streams]
         for request_id in ids:
-            self.loaded.cpp_engine.cancel(request_id)
+            self.running.core.cancel(request_id)
         return len(ids)
 
     def sleep(self) -> None:
@@ -309,7 +300,7 @@ class AsyncEngine:
             self.check_healthy(may_sleep=True)
             left = self._asleep - frozenset(parts)
             if self.is_sleeping and not left:
-                self.loaded.cpp_engine, self.loaded.on_close = self.loaded.restart()
+                self.running.core, self.running.on_close = self.running.restart()
                 self._start_draining()
             self._asleep = left
 
@@ -323,13 +314,13 @@ class AsyncEngine:
         with self._close_lock:
             if not self._closed:
                 self._closing.set()
-                self.loaded.tokenizer.close()
+                self.text.tokenizer.close()
                 if self._recorder is not None:
                     self._recorder.traffic.close()
                 if not self.is_sleeping:
                     self._stop_core()
-                if self.loaded.kv_events is not None:
-                    self.loaded.kv_events.close()
+                if self.running.events is not None:
+                    self.running.events.close()
                 self._closed = True
 
     def _start_draining(self) -> None:
@@ -340,9 +331,9 @@ class AsyncEngine:
 
     def _stop_core(self) -> None:
         self._draining.clear()
-        self.loaded.on_close()
+        self.running.on_close()
         self._drain_thread.join()
-        self.loaded.cpp_engine.close()
+        self.running.core.close()
 
     def check_healthy(self, *, may_sleep: bool = False) -> None:
         """Raise EngineFailure if the engine cannot serve requests, or only sleep and wake."""
@@ -369,26 +360,26 @@ class AsyncEngine:
         grammars: Grammars,
     ) -> RequestParts:
         """Build a request. It runs in a worker thread, because compiling a grammar takes time."""
-        maker = RequestMaker(self.loaded, config, start=start)
+        maker = RequestMaker(self.text, config, start=start)
         parts = maker.make(prompt_ids, grammars=grammars, max_tokens=self.max_request_tokens)
         parts.request.id = next(self._ids)
         set_sampling(parts.request, config, index=index)
         return parts
 
     def _drain(self) -> None:
-        cpp_engine = self.loaded.cpp_engine
+        core = self.running.core
         reason = "The engine was closed."
         try:
             while self._draining.is_set():
-                outputs = cpp_engine.wait_outputs(_WAIT_MS)
+                outputs = core.wait_outputs(_WAIT_MS)
                 for output in outputs:
                     if self._recorder is not None:
-                        self._recorder.output(output, cpp_engine)
+                        self._recorder.output(output, core)
                     self._deliver(output)
                 if not self._has_warned and any(out.finish_reason != "none" for out in outputs):
                     self._warn_of_clipping()
-                if not outputs and not cpp_engine.healthy:
-                    reason = f"The engine has failed: {cpp_engine.failure}"
+                if not outputs and not core.healthy:
+                    reason = f"The engine has failed: {core.failure}"
                     break
         except BaseException as error:  # without this thread no request would ever end
             logger.exception("The outputs of the engine could not be delivered.")
@@ -397,11 +388,11 @@ class AsyncEngine:
         ended = self._end_all(EngineFailure(reason))
         if self._failure:  # no thread would read the outputs
             for request_id in ended:
-                cpp_engine.cancel(request_id)
+                core.cancel(request_id)
 
     def _warn_of_clipping(self) -> None:
         """Log one warning if values of K or V were clipped to the range of their KV format."""
-        num_values = sum(count for _, count in self.loaded.cpp_engine.stats().clipped)
+        num_values = sum(count for _, count in self.stats().clipped)
         if num_values == 0:
             return
         self._has_warned = True
@@ -412,7 +403,7 @@ class AsyncEngine:
             num_values,
         )
 
-    def _deliver(self, output: Any) -> None:
+    def _deliver(self, output: RequestOutput) -> None:
         with self._lock:
             if output.finish_reason == "none":
                 stream = self._streams.get(output.request_id)

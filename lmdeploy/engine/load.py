@@ -1,11 +1,11 @@
-"""Loads the parts of an engine: C++ engine, tokenizer, chat template and model defaults."""
+"""Load an engine: its core, and the texts of its model."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import show
 from lmdeploy.base.errors import ModelFormatError
@@ -14,6 +14,7 @@ from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
+from lmdeploy.engine.core import RunningCore, StartedCore
 from lmdeploy.engine.devices import device_line, free_bytes, open_device
 from lmdeploy.engine.kv_quality import warn_of_bias
 from lmdeploy.engine.plan import plan_engine, read_draft_texts
@@ -23,183 +24,180 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.chat.templates.prompt_template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
-    from lmdeploy.checkpoint.fingerprint import FileIdentities
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import LoadedModel, ModelFiles, TokenizerAndTemplate
-    from lmdeploy.kv_store.events import KvEventPublisher
-    from lmdeploy.kv_store.traffic import PrefixTraffic
 
 logger = logging.getLogger("lmdeploy")
 
 
-class Core(NamedTuple):
-    """A running C++ engine. Call `on_close` before closing it."""
-
-    cpp_engine: _turbomind.Engine
-    on_close: Callable[[], None]
-
-
 @dataclass
-class LoadedEngine:
-    """The parts of an engine. Tests use fakes with the same methods.
+class TextModel:
+    """What turns prompts into token ids, and token ids into answers.
 
-    `sampling` contains the defaults of the sampling options that a request does not set. `restart`
-    loads the weights again and starts another C++ engine after the first one was closed.
+    `sampling` contains the defaults of the sampling options that a request does not set.
     """
 
-    cpp_engine: _turbomind.Engine
-    restart: Callable[[], Core]
-    new_request: Callable[[], _turbomind.Request]
     tokenizer: Tokenizer
     chat_template: PromptTemplate | None
     chat_format: ChatFormat
     vocab_size: int
     hidden_size: int
     session_len: int
-    block_tokens: int
     eos_ids: list[int]
-    kv: KvOptions
     sampling: dict[str, Any] = field(default_factory=lambda: sampling_defaults({}))
     short_rope_length: int = 0  # as in _turbomind.short_rope_length
     model_path: str = ""
-    model_type: str = ""
-    device_line: str = ""
-    gemm_input_dtype: str = "int16"
-    on_close: Callable[[], None] = lambda: None
-    cache_identity: Callable[[], dict[str, Any]] = dict  # what determines the bytes of a KV block
-    kv_traffic: PrefixTraffic | None = None  # None without a store
-    kv_events: KvEventPublisher | None = None  # None if events are not published
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The options of prompts and answers, as in `load_engine`."""
+    """The options of prompts and answers.
+
+    Args:
+        chat_template_config: replaces the model's own template. None keeps it.
+        reasoning_parser: name of the reasoning parser. None chooses it by the model.
+        tool_call_parser: name of the tool-call parser. None chooses it by the model.
+    """
 
     chat_template_config: ChatTemplateConfig | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """A model whose files are open, and the device and options that it is loaded with."""
+
+    model_path: str
+    config: TurbomindEngineConfig
+    device: _turbomind.Device
+    files: ModelFiles
+    engine_config: _turbomind.EngineConfig
+    kv: KvOptions
+    cache_identity: Callable[[], dict[str, Any]]
+
+
 def load_engine(
     model_path: str,
     config: TurbomindEngineConfig,
     *,
-    chat_template_config: ChatTemplateConfig | None = None,
-    reasoning_parser: str | None = None,
-    tool_call_parser: str | None = None,
+    options: TextOptions | None = None,
+    start_core: Callable[[], StartedCore] | None = None,
     progress: bool = True,
-) -> LoadedEngine:
-    """Load a model and start the C++ engine.
+) -> tuple[TextModel, RunningCore]:
+    """Load a model and start its core.
 
     Args:
         model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
         config: options of the engine.
-        chat_template_config: replaces the model's own template. None keeps it.
-        reasoning_parser: name of the reasoning parser. None chooses it by the model.
-        tool_call_parser: name of the tool-call parser. None chooses it by the model.
+        options: options of prompts and answers. None takes the defaults.
+        start_core: returns a core that has the weights already, such as replicas elsewhere. Then
+            only the texts of the model are read here. None loads the weights.
         progress: show a progress bar.
 
     Raises:
         ValueError: if an option is wrong or the model cannot be loaded.
         MemoryError: if the system does not give the engine its memory.
     """
-    options = TextOptions(chat_template_config, reasoning_parser, tool_call_parser)
-    return load_engine_with(model_path, config, options=options, progress=progress)
+    plan = _plan(model_path, config)
+    texts = plan.files.read_texts()
+    # Check these before the weights are loaded, which takes long.
+    model = _text_model(plan, texts, options=options or TextOptions())
+    if start_core is None:
+        return model, _load_core(plan, texts, progress=progress)
+    return model, _running_core(plan, start_core(), restart=start_core)
 
 
-def load_engine_with(
-    model_path: str,
-    config: TurbomindEngineConfig,
-    *,
-    options: TextOptions,
-    start_core: Callable[[], Core] | None = None,
-    progress: bool = True,
-) -> LoadedEngine:
-    """Load a model as `load_engine` does.
+def _plan(model_path: str, config: TurbomindEngineConfig) -> _Plan:
+    """Open the device and the files of a model."""
+    device = open_device(config)
+    files, engine_config, kv = plan_engine(model_path, config, device=device)
+    identity = identity_of_cache(model_path, config, files=files, kv=kv)
+    return _Plan(model_path, config, device, files, engine_config, kv, identity)
 
-    `start_core` returns an engine that has the weights already, such as replicas elsewhere. Then
-    only the texts of the model are read here. None loads the weights.
-    """
+
+def _text_model(plan: _Plan, texts: TokenizerAndTemplate, *, options: TextOptions) -> TextModel:
+    """Return the texts of a model with the options applied. Raise ValueError if one is wrong."""
     from lmdeploy import _turbomind
     from lmdeploy.chat.templates.prompt_template import NO_TEMPLATE, choose_template
 
-    device = open_device(config)
-    files, engine_config, kv = plan_engine(model_path, config, device=device)
-    # Check these before the weights are loaded, which takes long.
-    texts = files.read_texts()
     template = choose_template(
         texts.chat_template, options.chat_template_config, tokenizer=texts.tokenizer
     )
+    source = "" if template is None else template.source
     chat_format = choose_format(
-        ModelInfo(
-            files.info.model_type, texts.tokenizer, "" if template is None else template.source
-        ),
+        ModelInfo(plan.files.info.model_type, texts.tokenizer, source),
         reasoning_parser=options.reasoning_parser,
         tool_call_parser=options.tool_call_parser,
     )
     if template is None and chat_format.splits_answers:
         logger.warning("messages %s", NO_TEMPLATE)
-    identity = identity_of_cache(model_path, config, files=files, kv=kv)
-    traffic = None
-    if start_core is None:
-        traffic = open_traffic(config, identity, kv=kv, model=files.info.config)
-    publisher = None if start_core is not None else open_publisher(config)
+    model, session_len = plan.files.info.config, plan.engine_config.session_len
+    return TextModel(
+        tokenizer=texts.tokenizer,
+        chat_template=template,
+        chat_format=chat_format,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        session_len=session_len,
+        eos_ids=_eos_ids(
+            texts.tokenizer.stop_ids, texts.generation_config, vocab_size=model.vocab_size
+        ),
+        sampling=sampling_defaults(texts.generation_config),
+        short_rope_length=_turbomind.short_rope_length(model, session_len=session_len),
+        model_path=hub_address(plan.model_path)[0],
+    )
+
+
+def _load_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> RunningCore:
+    """Load the weights and start the C++ engine with its store and its events."""
+    config = plan.config
+    traffic = open_traffic(config, plan.cache_identity, kv=plan.kv, model=plan.files.info.config)
+    publisher = open_publisher(config)
     events = None if publisher is None else publisher.events
-    engine_config.prefix_events = events
+    plan.engine_config.prefix_events = events
     try:
-        if start_core is not None:
-            core = start_core()
-        else:
-            core = _start_core(
-                files, texts, kv=kv, config=engine_config, device=device, progress=progress
-            )
+        started = _start_core(plan, texts, progress=progress)
     except BaseException:
         if publisher is not None:
             publisher.close()
         raise
-    model = files.info
-    return LoadedEngine(
-        cpp_engine=core.cpp_engine,
-        restart=start_core
-        or _restarter(model_path, config, texts=texts, identities=files.identities, events=events),
-        new_request=_turbomind.Request,
-        tokenizer=texts.tokenizer,
-        chat_template=template,
-        chat_format=chat_format,
-        vocab_size=model.config.vocab_size,
-        hidden_size=model.config.hidden_size,
-        session_len=engine_config.session_len,
-        block_tokens=engine_config.cache_block_seq_len,
-        eos_ids=_eos_ids(
-            texts.tokenizer.stop_ids, texts.generation_config, vocab_size=model.config.vocab_size
-        ),
-        kv=kv,
-        short_rope_length=_turbomind.short_rope_length(
-            model.config, session_len=engine_config.session_len
-        ),
-        sampling=sampling_defaults(texts.generation_config),
-        model_path=hub_address(model_path)[0],
-        model_type=model.model_type,
-        device_line=device_line(device),
-        gemm_input_dtype=device.gemm_input_dtype,
-        on_close=core.on_close,
-        cache_identity=identity,
-        kv_traffic=traffic,
-        kv_events=publisher,
+    identities, model_path = plan.files.identities, plan.model_path
+
+    def restart() -> StartedCore:
+        plan = _plan(model_path, config)
+        if plan.files.identities.files != identities.files:
+            raise ModelFormatError(
+                f"{model_path}: The files of the model have changed since the start. Start the "
+                "server again."
+            )
+        plan.engine_config.prefix_events = events
+        return _start_core(plan, texts, progress=False)
+
+    running = _running_core(plan, started, restart=restart)
+    running.traffic, running.events = traffic, publisher
+    return running
+
+
+def _running_core(
+    plan: _Plan, started: StartedCore, *, restart: Callable[[], StartedCore]
+) -> RunningCore:
+    return RunningCore(
+        core=started.core,
+        on_close=started.on_close,
+        restart=restart,
+        kv=plan.kv,
+        block_tokens=plan.engine_config.cache_block_seq_len,
+        device_line=device_line(plan.device),
+        gemm_input_dtype=plan.device.gemm_input_dtype,
+        cache_identity=plan.cache_identity,
     )
 
 
-def _start_core(
-    files: ModelFiles,
-    texts: TokenizerAndTemplate,
-    *,
-    kv: KvOptions,
-    config: _turbomind.EngineConfig,
-    device: _turbomind.Device,
-    progress: bool,
-) -> Core:
+def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> StartedCore:
     """Load the weights and start the C++ engine, which alone refers to them afterwards."""
+    files, config, device = plan.files, plan.engine_config, plan.device
     models = []
     if files.draft is not None:
         draft_texts = read_draft_texts(files, texts)
@@ -208,14 +206,14 @@ def _start_core(
     models.append(files.load(texts, device=device, progress=progress))
     loaded = models[-1]
     warn_of_bias(
-        kv,
+        plan.kv,
         model=loaded.config,
         weights=loaded.weights,
         device=device,
         block_seq_len=config.cache_block_seq_len,
     )
     mapped_bytes = sum(model.mapped_bytes for model in models)
-    cpp_engine = _start_engine(models[-1], config, device=device, mapped_bytes=mapped_bytes)
+    core = _start_engine(loaded, config, device=device, mapped_bytes=mapped_bytes)
     writers = [model.cache_writer for model in models if model.cache_writer is not None]
     for writer in writers:
         writer.start()
@@ -224,31 +222,7 @@ def _start_core(
         for writer in writers:
             writer.stop()
 
-    return Core(cpp_engine, on_close)
-
-
-def _restarter(
-    model_path: str,
-    config: TurbomindEngineConfig,
-    *,
-    texts: TokenizerAndTemplate,
-    identities: FileIdentities,
-    events: _turbomind.PrefixEvents | None,
-) -> Callable[[], Core]:
-    """Return a function that loads the same model again. It keeps no file of the model open."""
-
-    def restart() -> Core:
-        device = open_device(config)
-        files, engine_config, kv = plan_engine(model_path, config, device=device)
-        if files.identities.files != identities.files:
-            raise ModelFormatError(
-                f"{model_path}: The files of the model have changed since the start. Start the "
-                "server again."
-            )
-        engine_config.prefix_events = events
-        return _start_core(files, texts, kv=kv, config=engine_config, device=device, progress=False)
-
-    return restart
+    return StartedCore(core, on_close)
 
 
 def _start_engine(

@@ -15,11 +15,11 @@ from lmdeploy.config.option import options_of
 from lmdeploy.config.weight_format_options import parse_weight_format
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import ModelConfig
+    from lmdeploy._turbomind import ModelConfig, Request, RequestOutput
     from lmdeploy.engine.kv_quality import KvOptions
     from lmdeploy.engine.model_files import ModelFiles
     from lmdeploy.kv_store.events import KvEventPublisher
-    from lmdeploy.kv_store.traffic import PrefixTraffic
+    from lmdeploy.kv_store.traffic import PrefixCache, PrefixTraffic
 
 # The version of the bytes of a block (src/turbomind/kv/layout.h, codec.h). Raise it with them.
 _LAYOUT_VERSION = 1
@@ -144,15 +144,15 @@ class PrefixRecorder:
         self.traffic = traffic
         self._prefixes: dict[int, _Prefix] = {}
 
-    def begin(self, request: Any, cpp_engine: Any) -> None:
-        """Copy blocks of the prompt from the store to the engine. This may wait for the store."""
+    def begin(self, request: Request, cache: PrefixCache) -> None:
+        """Copy blocks of the prompt from the store to the cache. This may wait for the store."""
         prompt = list(request.prompt)
         if request.num_prompt_logprobs < 0 and request.pooling != "mean":
-            self.traffic.fetch(cpp_engine, prompt, salt=request.cache_salt)
+            self.traffic.fetch(cache, prompt, salt=request.cache_salt)
         self._prefixes[request.id] = _Prefix(prompt, request.cache_salt)
 
-    def output(self, output: Any, cpp_engine: Any) -> None:
-        """Take one output of the engine."""
+    def output(self, output: RequestOutput, cache: PrefixCache) -> None:
+        """Take one output of the core."""
         prefix = self._prefixes.get(output.request_id)
         if prefix is None:
             return
@@ -163,7 +163,7 @@ class PrefixRecorder:
         prefix.tokens += output.tokens
         if output.finish_reason != "none":
             del self._prefixes[output.request_id]
-            self.traffic.offer(cpp_engine, prefix.tokens, salt=prefix.salt)
+            self.traffic.offer(cache, prefix.tokens, salt=prefix.salt)
 
     def drop(self, request_id: int) -> None:
         """Forget a request that was not submitted."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import AnswerStart
     from lmdeploy.chat.grammar import Grammars
     from lmdeploy.engine.async_engine import AsyncEngine
-    from lmdeploy.engine.load import LoadedEngine
+    from lmdeploy.engine.load import TextModel
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"
@@ -84,7 +84,7 @@ def prompt_jobs(
         start: AnswerStart | None = None
         overflow: ContextLengthError | None = None
         try:
-            ids, start = _encode(engine.loaded, prompt, template_options=template_options)
+            ids, start = _encode(engine.text, prompt, template_options=template_options)
             engine.check_prompt(ids, num_new=min(config.max_new_tokens, 1))
         except ContextLengthError as error:
             if single:
@@ -109,13 +109,13 @@ _PICTURES = (
 
 
 def _encode(
-    loaded: LoadedEngine, prompt: Any, *, template_options: dict[str, Any] | None
+    model: TextModel, prompt: Any, *, template_options: dict[str, Any] | None
 ) -> tuple[list[int], AnswerStart | None]:
     """Return the token ids and, for a conversation, the state in which its response starts."""
     from lmdeploy.chat.prompts import encode_chat, encode_text
 
     if isinstance(prompt, str) and template_options is None:
-        return encode_text(loaded, prompt, add_special=True), None
+        return encode_text(model, prompt, add_special=True), None
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, tuple):
@@ -125,7 +125,7 @@ def _encode(
     if template_options is None:
         wanted = "a string because do_preprocess=False skips the chat template"
         raise refuse("prompt", prompt, wanted=wanted)
-    return encode_chat(loaded, prompt, template_options=template_options)
+    return encode_chat(model, prompt, template_options=template_options)
 
 
 def _is_conversation(prompts: Any) -> bool:

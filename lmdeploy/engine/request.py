@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmdeploy.base.checks import ContextLengthError, OptionError, flag_of
 from lmdeploy.chat.detokenize import TokenDetokenizer
@@ -14,10 +14,11 @@ from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter
 from lmdeploy.config.option import copy_to_core
 
 if TYPE_CHECKING:
+    from lmdeploy._turbomind import Request
     from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.generation import GenerationConfig
-    from lmdeploy.engine.load import LoadedEngine
+    from lmdeploy.engine.load import TextModel
 
 
 class RequestParts(NamedTuple):
@@ -26,7 +27,7 @@ class RequestParts(NamedTuple):
     `prompt_ids` are the caller's own list if nothing was added, so that n choices share it.
     """
 
-    request: Any
+    request: Request
     prompt_ids: list[int]
     answer: SpecialTokenStopFilter
     decoder: AnswerDecoder
@@ -40,9 +41,9 @@ class RequestMaker:
     """
 
     def __init__(
-        self, loaded: LoadedEngine, config: GenerationConfig, *, start: AnswerStart | None
+        self, model: TextModel, config: GenerationConfig, *, start: AnswerStart | None
     ) -> None:
-        self._loaded = loaded
+        self._model = model
         self._config = config
         self._start = start
         self._constrained = is_constrained(config)
@@ -56,32 +57,34 @@ class RequestMaker:
         `max_tokens` is the limit of a prompt plus its response. Raise OptionError if the request is
         wrong.
         """
-        loaded, config, start = self._loaded, self._config, self._start
+        from lmdeploy import _turbomind
+
+        model, config, start = self._model, self._config, self._start
         if start is not None and self._is_content_only:
-            prefix = loaded.chat_format.constrained_prefix()
+            prefix = model.chat_format.constrained_prefix()
             prompt_ids = [*prompt_ids, *prefix] if prefix else prompt_ids
         num_new = min(config.max_new_tokens, 1)
-        check_prompt(loaded, prompt_ids, num_new=num_new, max_tokens=max_tokens)
-        check_token_ids(config, loaded.vocab_size)
-        request = loaded.new_request()
+        check_prompt(model, prompt_ids, num_new=num_new, max_tokens=max_tokens)
+        check_token_ids(config, model.vocab_size)
+        request = _turbomind.Request()
         request.prompt = prompt_ids
         request.max_new_tokens = min(config.max_new_tokens, max_tokens - len(prompt_ids))
         request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
-        request.eos_ids = [] if config.ignore_eos else list(loaded.eos_ids)
-        template = loaded.chat_template
+        request.eos_ids = [] if config.ignore_eos else list(model.eos_ids)
+        template = model.chat_template
         of_template = template.stop_words if start is not None and template is not None else []
         stop_ids, plain_words, special_words = sort_stop_words(
-            [*(config.stop_words or []), *of_template], loaded.tokenizer
+            [*(config.stop_words or []), *of_template], model.tokenizer
         )
         request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
-        request.bad_sequences = bad_sequences(config, loaded.tokenizer)
+        request.bad_sequences = bad_sequences(config, model.tokenizer)
         request.num_logprobs = -1 if config.logprobs is None else config.logprobs
         prompt_logprobs = config.prompt_logprobs
         request.num_prompt_logprobs = -1 if prompt_logprobs is None else prompt_logprobs
         request.logits_output = config.output_logits or "none"
         request.pooling = config.pooling or "none"
         longest = len(prompt_ids) + request.max_new_tokens
-        request.long_rope = 0 < loaded.short_rope_length < longest
+        request.long_rope = 0 < model.short_rope_length < longest
         request.cache_salt = salt_bytes(config.cache_salt, long_rope=request.long_rope)
         grammar = self._grammar()
         if grammar is not None:
@@ -107,14 +110,14 @@ class RequestMaker:
         if self._start is None:
             return None if response_format is None else grammar_text(response_format)
         response = None if response_format is None else response_grammar(response_format)
-        return self._loaded.chat_format.grammar(self._start, response)
+        return self._model.chat_format.grammar(self._start, response)
 
     def _decoder(self) -> AnswerDecoder:
         skip_special = self._config.skip_special_tokens
         if self._start is None:
-            tokenizer = self._loaded.tokenizer
+            tokenizer = self._model.tokenizer
             return TextDecoder(TokenDetokenizer(tokenizer, skip_special, begins_text=False))
-        return self._loaded.chat_format.decoder(
+        return self._model.chat_format.decoder(
             self._start, skip_special=skip_special, constrained=self._is_content_only
         )
 
@@ -127,7 +130,7 @@ class RequestMaker:
         if special_words:
             begins_text = start is not None and not start.continue_final_message
             shown = TokenDetokenizer(
-                self._loaded.tokenizer, skip_special=False, begins_text=begins_text
+                self._model.tokenizer, skip_special=False, begins_text=begins_text
             )
             # The stop word that ends first wins, so the gate searches all words. If the decoder
             # splits the answer, the gate's text is not the content, so plain words are not its
@@ -140,7 +143,7 @@ class RequestMaker:
 
 
 def check_prompt(
-    loaded: LoadedEngine,
+    model: TextModel,
     prompt_ids: list[int],
     *,
     num_new: int,
@@ -156,7 +159,7 @@ def check_prompt(
     """
     if not prompt_ids:
         raise OptionError(name, "is empty. It must have at least 1 token.")
-    session_len = loaded.session_len
+    session_len = model.session_len
     wanted = len(prompt_ids) + num_new
     got = f"has {len(prompt_ids)} tokens"
     got += " and needs room for the answer, but" if num_new else ", but"
@@ -169,10 +172,10 @@ def check_prompt(
             name, f"{got} {what}. Shorten it or raise {flag}.", limit=max_tokens
         )
     top = max(prompt_ids)
-    if top >= loaded.vocab_size or min(prompt_ids) < 0:
-        bad = top if top >= loaded.vocab_size else min(prompt_ids)
+    if top >= model.vocab_size or min(prompt_ids) < 0:
+        bad = top if top >= model.vocab_size else min(prompt_ids)
         raise OptionError(
-            name, f"contains token id {bad}. Ids must be 0 to {loaded.vocab_size - 1}."
+            name, f"contains token id {bad}. Ids must be 0 to {model.vocab_size - 1}."
         )
 
 
@@ -236,7 +239,7 @@ def is_constrained(config: GenerationConfig) -> bool:
     return config.response_format is not None and config.response_format.get("type") != "text"
 
 
-def set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
+def set_sampling(request: Request, config: GenerationConfig, *, index: int) -> None:
     """Set the sampling fields of `request`. `index` is that of `AsyncEngine.submit`."""
     request.do_sample = config.do_sample and config.temperature > 0
     request.temperature = config.temperature or 1.0

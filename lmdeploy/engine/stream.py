@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lmdeploy.chat.formats.base import AnswerDecoder
 from lmdeploy.chat.stop_words import RepetitionStop, SpecialTokenStopFilter
 from lmdeploy.chat.tool_calls import join_tool_calls
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.response import FinishReason, Response
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import RequestOutput, TokenLogprobs
 
 _FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -48,7 +51,7 @@ class RequestStream:
         self._forget = forget
         self._loop = asyncio.get_running_loop()
         self.created = time.monotonic()
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._queue: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         self._done = False
         self._answer = answer
         size, threshold = config.repetition_ngram_size, config.repetition_ngram_threshold
@@ -75,9 +78,9 @@ class RequestStream:
             return self._last
         while not self._done:
             output = await self._queue.get()
-            if self._done:
+            if self._done or output is None:
                 break
-            if isinstance(output, BaseException):
+            if isinstance(output, Exception):
                 self._done = True
                 raise output
             chunk = self._assemble(output)
@@ -86,7 +89,9 @@ class RequestStream:
                     return chunk
             elif chunk.has_content:
                 self._last = chunk.without_content()
-                return replace(chunk, finish_reason=None, error_code=None, error_message=None)
+                return replace(
+                    chunk, finish_reason=None, error_code=None, error_message=None, error_field=None
+                )
             else:
                 self._done = True
                 return chunk.without_content()
@@ -99,11 +104,11 @@ class RequestStream:
             self._queue.put_nowait(None)
         self._forget(self.request_id)
 
-    def deliver(self, output: Any) -> None:
+    def deliver(self, output: RequestOutput | Exception) -> None:
         """Queue an output, or the exception that ends the stream. The drain thread calls this."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
 
-    def _assemble(self, output: Any) -> Response:
+    def _assemble(self, output: RequestOutput) -> Response:
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         include_stop = self.config.include_stop_str_in_output
         kept = max(len(output.tokens) - (0 if include_stop else output.stop_tokens), 0)
@@ -125,7 +130,7 @@ class RequestStream:
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         self._num_released += count
-        return Response(
+        chunk = Response(
             text=text,
             generate_token_len=self._num_released,
             input_token_len=len(self.prompt_ids),
@@ -136,14 +141,16 @@ class RequestStream:
             embedding=output.pooled,
             cached_tokens=self._cached_tokens,
             prompt_logprobs=self._prompt_logprobs(output),
-            error_code=_error_code(output) if reason == "error" else None,
-            error_message=output.error if reason == "error" else None,
             reasoning_content=aside.reasoning or None,
             tool_calls=join_tool_calls(aside.tool_calls) or None,
             stop_word=self._answer.stop_word if reason is not None else None,
         )
+        if reason == "error":
+            chunk.error_code = "bad_request" if output.is_request_fault else "engine_error"
+            chunk.error_message, chunk.error_field = output.error, output.error_field or None
+        return chunk
 
-    def _push(self, tokens: list[int], logprobs: list[Any]) -> None:
+    def _push(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         for i, token in enumerate(tokens):
             self._answer.push(token)
             self._tokens.append(token)
@@ -153,7 +160,7 @@ class RequestStream:
             if self._repeats or self._answer.stopped:
                 return
 
-    def _prompt_logprobs(self, output: Any) -> list[dict[int, float]] | None:
+    def _prompt_logprobs(self, output: RequestOutput) -> list[dict[int, float]] | None:
         if self.config.prompt_logprobs is None or not output.prompt_logprobs:
             return None
         offset = self._num_prompt_logprobs + 1
@@ -164,11 +171,8 @@ class RequestStream:
         ]
 
 
-def _logprob_dict(token: int, logprobs: Any) -> dict[int, float]:
-    result: dict[int, float] = dict(logprobs.top)
-    result.setdefault(token, logprobs.chosen)
+def _logprob_dict(token: int, logprobs: TokenLogprobs) -> dict[int, float]:
+    chosen, top = logprobs
+    result = dict(top)
+    result.setdefault(token, chosen)
     return result
-
-
-def _error_code(output: Any) -> str:
-    return "bad_request" if output.is_request_fault else "engine_error"

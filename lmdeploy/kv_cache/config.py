@@ -103,10 +103,8 @@ class CacheConfig:
 
         try:
             table = parse_cache_format(self.quantize).by_layer([self.window] * self.num_layers)
-        except ValueError as error:
-            text = str(error).replace("kv_cache_format", "quantize", 1)
-            reason = text.replace(" (--kv-cache-format)", "").removeprefix("quantize").lstrip(": ")
-            raise OptionError("quantize", reason) from error
+        except OptionError as error:
+            raise error.renamed(error.field.replace("kv_cache_format", "quantize")) from error
         return tuple(FormatPair(resolve(pair.k), resolve(pair.v)) for pair in table)
 
     def native(self, batch_size: int) -> _turbomind.ContiguousCacheConfig:

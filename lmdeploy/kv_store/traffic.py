@@ -32,7 +32,7 @@ _SMOOTHING = 0.2  # weight of the newest measurement
 
 
 class PrefixCache(Protocol):
-    """The part of the C++ engine that traffic needs."""
+    """The part of a core that traffic needs."""
 
     def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int: ...
     def export_prefix(

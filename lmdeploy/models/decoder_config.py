@@ -34,24 +34,7 @@ class RopeSettings:
         """Return the engine's form for heads of `head_dim` values."""
         from lmdeploy._turbomind import RopeConfig
 
-        config = RopeConfig()
-        for name in (
-            "kind",
-            "theta",
-            "factor",
-            "original_max_position",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "truncate",
-        ):
-            setattr(config, name, getattr(self, name))
-        config.dim = self.dim or head_dim
-        config.freq_factors = list(self.freq_factors)
-        config.long_factors = list(self.long_factors)
-        return config
+        return RopeConfig.from_dict({**vars(self), "dim": self.dim or head_dim})
 
 
 @dataclass(frozen=True)
@@ -75,23 +58,7 @@ class MoeSettings:
         """Return the engine's form of these settings."""
         from lmdeploy._turbomind import MoeConfig
 
-        config = MoeConfig()
-        for name in (
-            "num_experts",
-            "top_k",
-            "intermediate_size",
-            "shared_intermediate_size",
-            "normalize",
-            "sigmoid",
-            "shared_gate",
-            "weigh_inputs",
-            "num_groups",
-            "top_groups",
-            "scale",
-        ):
-            setattr(config, name, getattr(self, name))
-        config.layers = [int(sparse) for sparse in self.layers]
-        return config
+        return MoeConfig.from_dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -130,27 +97,11 @@ class DecoderConfig:
         """Return the engine's form, with `dtype` as the cache dtype."""
         from lmdeploy._turbomind import ModelConfig
 
-        config = ModelConfig()
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "vocab_size",
-            "max_position",
-            "norm_eps",
-            "activation",
-        ):
-            setattr(config, name, getattr(self, name))
-        config.windows = list(self.windows)
-        config.swiglu_limit = self.swiglu_limit
+        fields = vars(self) | self.structure.to_engine()
+        fields["ropes"] = [rope.to_engine(self.head_dim) for rope in self.ropes]
+        del fields["tied_head"], fields["structure"], fields["moe"]
         if self.moe is not None:
-            config.moe = self.moe.to_engine()
-        config.ropes = [rope.to_engine(self.head_dim) for rope in self.ropes]
-        config.layer_ropes = list(self.layer_ropes)
-        self.structure.apply(config)
-        config.dtype = dtype
+            fields["moe"] = self.moe.to_engine()
+        config = ModelConfig.from_dict({**fields, "dtype": dtype})
         config.validate()
         return config

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import ModelConfig, NormConfig
+    from lmdeploy._turbomind import NormConfig, QueryScaling
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,7 @@ class NormSettings:
         """Return the engine's form of these settings."""
         from lmdeploy._turbomind import NormConfig
 
-        config = NormConfig()
-        for name in ("centered", "inputs", "outputs", "qk_all_heads", "qk_after_rope", "qk_unit"):
-            setattr(config, name, getattr(self, name))
-        return config
+        return NormConfig.from_dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,13 @@ class QueryTemperature:
     offset: int = 0
     without_rope: bool = False  # only in layers without RoPE
 
-    def apply(self, config: ModelConfig) -> None:
-        """Set the options of the engine's config."""
-        for name in ("beta", "length", "offset"):
-            setattr(config.query_scaling, name, getattr(self, name))
-        config.query_scaling_without_rope = self.without_rope
+    def to_engine(self) -> QueryScaling:
+        """Return the engine's form of the factor."""
+        from lmdeploy._turbomind import QueryScaling
+
+        return QueryScaling.from_dict(
+            {"beta": self.beta, "length": self.length, "offset": self.offset}
+        )
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,13 @@ class Structure:
     norm: NormSettings = field(default_factory=NormSettings)
     temperature: QueryTemperature = field(default_factory=QueryTemperature)
 
-    def apply(self, config: ModelConfig) -> None:
-        """Set the options of the engine's config."""
-        for name in (
-            "softmax_scale",
-            "attention_cap",
-            "embedding_scale",
-            "residual_scale",
-            "logit_scale",
-            "logit_cap",
-            "parallel",
-            "gated",
-        ):
-            setattr(config, name, getattr(self, name))
-        config.norm = self.norm.to_engine()
-        self.temperature.apply(config)
+    def to_engine(self) -> dict[str, Any]:
+        """Return the fields of the engine's ModelConfig."""
+        fields = {
+            **vars(self),
+            "norm": self.norm.to_engine(),
+            "query_scaling": self.temperature.to_engine(),
+            "query_scaling_without_rope": self.temperature.without_rope,
+        }
+        del fields["temperature"]
+        return fields

@@ -10,22 +10,19 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+from lmdeploy._turbomind import EngineStats, MemoryPlan, Request, RequestOutput
 from lmdeploy.replicas.transport import (
-    Output,
+    Fields,
     Progress,
     StreamAddress,
     Submission,
     request_fields,
 )
-
-if TYPE_CHECKING:
-    from lmdeploy import _turbomind
 
 logger = logging.getLogger("lmdeploy")
 
@@ -64,7 +61,7 @@ class _Reader:
 
 
 class ReplicatedCore:
-    """Has the interface of _turbomind.Engine that AsyncEngine uses. Thread-safe.
+    """An EngineCore whose requests run on replicas. Thread-safe.
 
     One call per replica reads the outputs of all requests on it. If the replica dies, fails or
     sends no heartbeat, another one generates the rest of each request: the prompt and the tokens
@@ -84,8 +81,8 @@ class ReplicatedCore:
         self,
         generate: Callable[[Submission], Call[StreamAddress]],
         *,
-        read: Callable[[StreamAddress], Call[list[Output]]],
-        plan: dict[str, Any],
+        read: Callable[[StreamAddress], Call[list[Fields]]],
+        plan: Fields,
         heartbeat_timeout: float = 2.5,
         resume_timeout: float = 120.0,
     ) -> None:
@@ -101,24 +98,24 @@ class ReplicatedCore:
         self._generate = generate
         self._read = read
         self._name = secrets.token_hex(8)
-        self._plan = SimpleNamespace(**plan)
+        self._plan = MemoryPlan.from_dict(plan)
         self._heartbeat_timeout = heartbeat_timeout
         self._resume_timeout = resume_timeout
-        self._outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self.num_resumed = 0  # requests that another replica continued
         # Only the loop's thread uses these.
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by request
         self._attempts = itertools.count()
-        self._received: dict[int, asyncio.Queue[Output | ReplicaLost]] = {}  # by attempt
+        self._received: dict[int, asyncio.Queue[RequestOutput | ReplicaLost]] = {}  # by attempt
         self._readers: dict[StreamAddress, _Reader] = {}
         self._lost: deque[StreamAddress] = deque(maxlen=_MAX_LOST)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True)
         self._thread.start()
 
-    def submit(self, request: _turbomind.Request) -> None:
+    def submit(self, request: Request) -> None:
         """Start a request."""
         self._loop.call_soon_threadsafe(self._start, request.id, request_fields(request))
 
@@ -127,9 +124,9 @@ class ReplicatedCore:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._cancel, request_id)
 
-    def wait_outputs(self, timeout_ms: int) -> list[Output]:
+    def wait_outputs(self, timeout_ms: int) -> list[RequestOutput]:
         """Return all outputs that have arrived. Wait up to `timeout_ms` if there are none."""
-        outputs: list[Output] = []
+        outputs: list[RequestOutput] = []
         try:
             item = self._outputs.get(timeout=timeout_ms / 1000)
             while item is not None:
@@ -139,23 +136,31 @@ class ReplicatedCore:
             pass
         return outputs
 
-    def stats(self) -> Any:
-        """Return the counters of _turbomind.EngineStats. Those of blocks stay with the replicas."""
-        from lmdeploy import _turbomind
+    def stats(self) -> EngineStats:
+        """Return the counters of requests. Those of blocks stay with the replicas."""
+        stats = EngineStats()
+        stats.num_running = len(self._tasks)
+        stats.prompt_tokens = self._prompt_tokens
+        stats.generated_tokens = self._generated_tokens
+        return stats
 
-        names = [name for name in dir(_turbomind.EngineStats) if not name.startswith("_")]
-        counters: dict[str, Any] = dict.fromkeys(names, 0)
-        counters |= {
-            "clipped": [],
-            "num_running": len(self._tasks),
-            "prompt_tokens": self._prompt_tokens,
-            "generated_tokens": self._generated_tokens,
-        }
-        return SimpleNamespace(**counters)
-
-    def memory_plan(self) -> Any:
+    def memory_plan(self) -> MemoryPlan:
         """Return the memory plan of one replica."""
         return self._plan
+
+    def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
+        """Return 0, because the blocks stay with the replicas."""
+        return 0
+
+    def export_prefix(self, tokens: Sequence[int], *, first: int, salt: bytes) -> list[list[bytes]]:
+        """Return no blocks."""
+        return []
+
+    def import_prefix(
+        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
+    ) -> int:
+        """Take no blocks."""
+        return 0
 
     def close(self) -> None:
         """Cancel all requests and stop. Idempotent."""
@@ -172,7 +177,7 @@ class ReplicatedCore:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, request_id: int, fields: dict[str, Any]) -> None:
+    def _start(self, request_id: int, fields: Fields) -> None:
         self._prompt_tokens += len(fields["prompt"])
         self._tasks[request_id] = self._loop.create_task(self._run(request_id, fields))
 
@@ -180,9 +185,9 @@ class ReplicatedCore:
         if request_id in self._tasks:
             self._tasks[request_id].cancel()
 
-    async def _run(self, request_id: int, fields: dict[str, Any]) -> None:
+    async def _run(self, request_id: int, fields: Fields) -> None:
         """Pass on the outputs of a request. Send the last one whatever happens."""
-        last = Output(request_id, finish_reason="cancelled")
+        last = RequestOutput.from_dict({"request_id": request_id, "finish_reason": "cancelled"})
         try:
             last = await self._complete(request_id, Progress(fields))
         except Exception as error:
@@ -191,7 +196,7 @@ class ReplicatedCore:
             del self._tasks[request_id]
             self._outputs.put(last)
 
-    async def _complete(self, request_id: int, progress: Progress) -> Output:
+    async def _complete(self, request_id: int, progress: Progress) -> RequestOutput:
         """Run a request on one replica after another. Return the last output."""
         deadline = time.monotonic() + self._resume_timeout
         silences = 0  # since the last output
@@ -216,8 +221,8 @@ class ReplicatedCore:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _attempt(
-        self, request_id: int, fields: dict[str, Any], *, silences: int
-    ) -> AsyncGenerator[Output, None]:
+        self, request_id: int, fields: Fields, *, silences: int
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs that a replica generates. Raise an exception if it is lost.
 
         After silences it waits longer, so that many requests do not keep busy replicas busy.
@@ -277,9 +282,10 @@ class ReplicatedCore:
             while True:
                 outputs = await _next(items, timeout)
                 timeout = self._heartbeat_timeout
-                for output in outputs:
-                    if output.request_id in self._received:  # else its attempt has ended
-                        self._received[output.request_id].put_nowait(output)
+                for fields in outputs:
+                    received = self._received.get(fields["request_id"])
+                    if received is not None:  # else its attempt has ended
+                        received.put_nowait(RequestOutput.from_dict(fields))
         except StopAsyncIteration:
             return
         finally:

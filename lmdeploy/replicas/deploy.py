@@ -15,6 +15,7 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import ReplicatedCore
 from lmdeploy.replicas.options import ReplicaOptions
 from lmdeploy.replicas.replica import EngineReplica
+from lmdeploy.replicas.transport import Fields
 from lmdeploy.version import __version__
 
 logger = logging.getLogger("lmdeploy")
@@ -99,7 +100,7 @@ class Replicas:
             serve.delete(self._application)
         self._ray.shutdown()
 
-    def _find(self, release: str) -> tuple[Any, dict[str, Any]] | None:
+    def _find(self, release: str) -> tuple[Any, Fields] | None:
         """Return the handle and the memory plan of replicas of this release if they run."""
         from ray import serve
 
@@ -113,7 +114,7 @@ class Replicas:
             return None
         return (handle, found["plan"]) if found["release"] == release else None
 
-    def _deploy(self) -> tuple[Any, dict[str, Any]]:
+    def _deploy(self) -> tuple[Any, Fields]:
         """Start the replicas, or replace those that run. Return their handle and memory plan."""
         from ray import serve
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
-from lmdeploy.replicas.transport import Output
+from lmdeploy.replicas.transport import Fields
 
 # A replica that computes a long prompt sends no token, but it sends a heartbeat this often.
 HEARTBEAT_SECONDS = 0.5
@@ -31,7 +31,7 @@ class OutputStream:
         loop = asyncio.get_running_loop()
         self.name = secrets.token_hex(8)
         self.closed: asyncio.Future[None] = loop.create_future()
-        self._outputs: list[Output] = []
+        self._outputs: list[Fields] = []
         self._has_outputs = asyncio.Event()
         self._is_read = False
         self._timer = loop.call_later(_TIMEOUT_SECONDS, self._close)
@@ -41,12 +41,12 @@ class OutputStream:
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(_TIMEOUT_SECONDS, self._close)
 
-    def put(self, output: Output) -> None:
+    def put(self, output: Fields) -> None:
         """Add an output."""
         self._outputs.append(output)
         self._has_outputs.set()
 
-    async def read(self) -> AsyncIterator[list[Output]]:
+    async def read(self) -> AsyncIterator[list[Fields]]:
         """Yield the next outputs for about _READ_SECONDS. An empty list is the heartbeat.
 
         Raise LookupError if the stream is closed or another call reads it.
@@ -65,7 +65,7 @@ class OutputStream:
             raise
         self._is_read = False
 
-    async def _next(self) -> list[Output]:
+    async def _next(self) -> list[Fields]:
         try:
             await asyncio.wait_for(self._has_outputs.wait(), HEARTBEAT_SECONDS)
         except asyncio.TimeoutError:

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from lmdeploy._turbomind import InvalidArgument, RequestOutput
+from lmdeploy.base.checks import OptionError
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.replicas.output_stream import OutputStream
 from lmdeploy.replicas.transport import (
-    Output,
+    Fields,
     StreamAddress,
     Submission,
-    copy_output,
     make_request,
 )
 
@@ -60,9 +61,7 @@ class EngineReplica:
 
     def describe(self) -> dict[str, Any]:
         """Return the release, and the fields of the engine's memory plan as `plan`."""
-        plan = self._engine.loaded.cpp_engine.memory_plan()
-        fields = {name: getattr(plan, name) for name in dir(plan) if not name.startswith("_")}
-        return {"release": self._release, "plan": fields}
+        return {"release": self._release, "plan": self._engine.memory_plan().to_dict()}
 
     async def generate(self, submission: Submission) -> AsyncIterator[StreamAddress]:
         """Yield the address of the output stream, which gets all outputs. End with the request.
@@ -87,7 +86,7 @@ class EngineReplica:
             self._engine.forget(request_id)
             sink.fail(RuntimeError("The request was cancelled."))
 
-    async def read(self, address: StreamAddress) -> AsyncIterator[list[Output]]:
+    async def read(self, address: StreamAddress) -> AsyncIterator[list[Fields]]:
         """Yield the outputs of a stream as `OutputStream.read` does."""
         streams = [item for item in self._streams.values() if item.name == address.stream]
         if not streams:
@@ -123,24 +122,30 @@ class _Sink:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
-    def deliver(self, output: Any) -> None:
+    def deliver(self, output: RequestOutput | Exception) -> None:
         """Take an output, or the exception that ends the request. Another thread calls this."""
         if isinstance(output, Exception):
             self._loop.call_soon_threadsafe(self.fail, output)
         else:
-            copy = copy_output(output, request_id=self._attempt)
-            self._loop.call_soon_threadsafe(self._put, copy)
+            fields = {**output.to_dict(), "request_id": self._attempt}
+            self._loop.call_soon_threadsafe(self._put, fields)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error unless it has ended."""
-        is_fault = isinstance(error, ValueError)
-        output = Output(self._attempt, error=str(error), is_request_fault=is_fault)
-        output.finish_reason = "error"
-        self._put(output)
+        field = error.field if isinstance(error, (OptionError, InvalidArgument)) else ""
+        self._put(
+            {
+                "request_id": self._attempt,
+                "finish_reason": "error",
+                "error": str(error),
+                "is_request_fault": isinstance(error, ValueError),
+                "error_field": field,
+            }
+        )
 
-    def _put(self, output: Output) -> None:
+    def _put(self, fields: Fields) -> None:
         if self.ended.done():
             return
-        if output.finish_reason != "none":
+        if fields["finish_reason"] != "none":
             self.ended.set_result(None)
-        self._stream.put(output)
+        self._stream.put(fields)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lmdeploy._turbomind import Request
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from lmdeploy import _turbomind
+    from lmdeploy._turbomind import RequestOutput
     from lmdeploy.chat.grammar import Grammars
 
-# `id` belongs to one engine, and a mask cannot travel: the fields have its grammar instead.
-_NOT_SENT = {"id", "token_mask"}
+Fields: TypeAlias = dict[str, Any]  # of a message, as its to_dict() returns them
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Submission:
     client: str
     request_id: int
     attempt: int
-    fields: dict[str, Any]
+    fields: Fields
 
 
 @dataclass(frozen=True)
@@ -42,67 +39,31 @@ class StreamAddress:
     stream: str
 
 
-@dataclass(frozen=True)
-class Logprobs:
-    """Has the fields of _turbomind.TokenLogprobs."""
+def request_fields(request: Request) -> Fields:
+    """Return the fields of a request as plain values.
 
-    chosen: float
-    top: list[tuple[int, float]]
-
-
-@dataclass
-class Output:
-    """Has the fields of _turbomind.RequestOutput."""
-
-    request_id: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    logits: npt.NDArray[np.float32] | None = None
-    pooled: npt.NDArray[np.float32] | None = None
-    finish_reason: str = "none"
-    stop_tokens: int = 0
-    cached_tokens: int = 0
-    error: str = ""
-    is_request_fault: bool = False
-
-
-def request_fields(request: _turbomind.Request) -> dict[str, Any]:
-    """Return the fields of a request as plain values."""
-    names = [name for name in dir(request) if not name.startswith("_") and name not in _NOT_SENT]
-    mask: Any = request.token_mask
-    fields = {name: getattr(request, name) for name in names}
+    The id belongs to one engine, and a mask cannot travel: its grammar does.
+    """
+    fields = request.to_dict()
+    del fields["id"]
+    mask = fields.pop("token_mask")
     return {**fields, "grammar": None if mask is None else mask.grammar}
 
 
-def make_request(fields: dict[str, Any], *, grammars: Grammars) -> _turbomind.Request:
+def make_request(fields: Fields, *, grammars: Grammars) -> Request:
     """Return the request that has these fields. Raise ValueError for a bad grammar."""
-    from lmdeploy import _turbomind
-
-    request = _turbomind.Request()
-    for name in fields.keys() - {"grammar"}:
-        setattr(request, name, fields[name])
-    if fields["grammar"] is not None:
-        request.token_mask = grammars.token_mask(fields["grammar"])
+    fields = dict(fields)
+    grammar = fields.pop("grammar")
+    request = Request.from_dict(fields)
+    if grammar is not None:
+        request.token_mask = grammars.token_mask(grammar)
     return request
-
-
-def copy_output(output: Any, *, request_id: int) -> Output:
-    """Return a copy of an output of the C++ engine with another request id."""
-    values = {name: getattr(output, name) for name in Output.__dataclass_fields__}
-    for name in ("logprobs", "prompt_logprobs"):
-        values[name] = _copy_logprobs(values[name])
-    return Output(**{**values, "request_id": request_id})
-
-
-def _copy_logprobs(items: Sequence[Any]) -> list[Logprobs]:
-    return [Logprobs(item.chosen, item.top) for item in items]
 
 
 class Progress:
     """Record of what the client of one request has received, for the engine that continues it."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: Fields) -> None:
         self._fields = fields
         self._tokens: list[int] = []
         self._num_prompt_logprobs = 0  # received
@@ -114,7 +75,7 @@ class Progress:
         """Return whether another engine would produce the rest and nothing twice."""
         return not self._tokens or self._fields["logits_output"] != "all"
 
-    def rest(self) -> dict[str, Any]:
+    def rest(self) -> Fields:
         """Return the fields of the request that produces everything that is missing."""
         fields = dict(self._fields)
         if self._tokens:
@@ -124,7 +85,7 @@ class Progress:
         self._num_repeated = self._num_prompt_logprobs
         return fields
 
-    def take(self, output: Output) -> Output:
+    def take(self, output: RequestOutput) -> RequestOutput:
         """Count an output and return it without what the client has received already."""
         num_repeated = min(self._num_repeated, len(output.prompt_logprobs))
         self._num_repeated -= num_repeated

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
+from lmdeploy.base.errors import EngineFailure
+from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.admission import Admission
 from lmdeploy.serve.auth import AuthMiddleware
 from lmdeploy.serve.errors import ApiError, error_response, refusal
@@ -42,7 +43,7 @@ def make_app(
 ) -> Starlette:
     """Make the application for a running engine. Its shutdown closes the engine."""
     options = options or ServerOptions()
-    name = options.model_name or engine.loaded.model_path or "model"
+    name = options.model_name or engine.text.model_path or "model"
     endpoint = options.otlp_traces_endpoint
     state = ServerState(
         engine,

@@ -9,9 +9,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from lmdeploy.base.checks import ContextLengthError, OptionError
-from lmdeploy.base.errors import UnavailableError
+from lmdeploy.base.errors import EngineFailure, UnavailableError
 from lmdeploy.chat.tokenizer import without_surrogates
-from lmdeploy.engine.async_engine import EngineFailure
 
 logger = logging.getLogger("lmdeploy")
 

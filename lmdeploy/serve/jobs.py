@@ -108,7 +108,7 @@ async def encode_prompts(
     for item in prompts:
         ids = item
         if isinstance(item, str):
-            ids = await asyncio.to_thread(encode_text, engine.loaded, item, add_special=True)
+            ids = await asyncio.to_thread(encode_text, engine.text, item, add_special=True)
         engine.check_prompt(ids, num_new=num_new)
         num_tokens += len(ids)
         if num_tokens > MAX_PROMPT_TOKENS:
@@ -194,8 +194,8 @@ def request_error(chunk: Response | None) -> ApiError:
     message = chunk.error_message or "The request failed."
     if chunk.error_code != "bad_request":
         return ApiError(500, message)
-    field, _, _ = message.partition(" ")
-    return ApiError(400, message, param=field if field in CompletionFields.model_fields else None)
+    is_known = chunk.error_field in CompletionFields.model_fields
+    return ApiError(400, message, param=chunk.error_field if is_known else None)
 
 
 async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:

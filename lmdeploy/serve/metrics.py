@@ -20,7 +20,7 @@ from lmdeploy.response import FinishReason, Response
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from lmdeploy import _turbomind
+    from lmdeploy._turbomind import EngineStats
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
     from lmdeploy.kv_store.traffic import StoreStats
@@ -56,15 +56,15 @@ _Row = tuple[str, type[GaugeMetricFamily | CounterMetricFamily], str, str | Call
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
 
 
-def _used_blocks(stats: _turbomind.EngineStats) -> float:
+def _used_blocks(stats: EngineStats) -> float:
     return stats.blocks_active / max(stats.blocks_total, 1)
 
 
-def _hit_rate(stats: _turbomind.EngineStats) -> float:
+def _hit_rate(stats: EngineStats) -> float:
     return stats.prefix_hit_tokens / max(stats.prefix_queried_tokens, 1)
 
 
-_ENGINE_METRICS: tuple[_Row[_turbomind.EngineStats], ...] = (
+_ENGINE_METRICS: tuple[_Row[EngineStats], ...] = (
     ("num_requests_running", _GAUGE, "Running requests.", "num_running"),
     ("num_requests_waiting", _GAUGE, "Requests waiting in the queue.", "num_waiting"),
     ("gpu_cache_usage_perc", _GAUGE, "Share of KV blocks in use.", _used_blocks),
@@ -157,7 +157,7 @@ class _EngineCollector(Collector):
         yield self._cache_info()
         yield self._gemm_info()
         yield self._vllm_cache_info(stats)
-        traffic = self._engine.loaded.kv_traffic
+        traffic = self._engine.running.traffic
         if traffic is not None:
             yield from self._values(_STORE_METRICS, traffic.stats)
 
@@ -168,7 +168,7 @@ class _EngineCollector(Collector):
             metric.add_metric(self._labels, value)
             yield metric
 
-    def _clipped(self, stats: _turbomind.EngineStats) -> Metric:
+    def _clipped(self, stats: EngineStats) -> Metric:
         """Return the number of clipped values for each kind of attention (label `group`)."""
         counter = CounterMetricFamily(
             "lmdeploy:kv_clipped_values_total",
@@ -185,7 +185,7 @@ class _EngineCollector(Collector):
 
     def _cache_info(self) -> Metric:
         """Return a metric with the value 1 whose labels are the KV format and quality."""
-        labels = self._engine.loaded.kv.labels()
+        labels = self._engine.running.kv.labels()
         info = GaugeMetricFamily(
             "lmdeploy:kv_cache_info",
             "KV format and quality, as labels.",
@@ -201,17 +201,17 @@ class _EngineCollector(Collector):
             "Type of activations that are multiplied with quantized matrices, as a label.",
             labels=["model_name", "gemm_input_dtype"],
         )
-        info.add_metric([*self._labels, self._engine.loaded.gemm_input_dtype], 1)
+        info.add_metric([*self._labels, self._engine.running.gemm_input_dtype], 1)
         return info
 
-    def _vllm_cache_info(self, stats: _turbomind.EngineStats) -> Metric:
+    def _vllm_cache_info(self, stats: EngineStats) -> Metric:
         """Return vLLM's metric whose labels are the format and the size of the KV cache."""
-        loaded = self._engine.loaded
+        running = self._engine.running
         labels = {
-            "block_size": loaded.block_tokens,
+            "block_size": running.block_tokens,
             "num_gpu_blocks": stats.blocks_total,
-            "kv_cache_size_tokens": loaded.cpp_engine.memory_plan().max_tokens,
-            "cache_dtype": loaded.kv.format,
+            "kv_cache_size_tokens": self._engine.memory_plan().max_tokens,
+            "cache_dtype": running.kv.format,
         }
         info = GaugeMetricFamily(
             "vllm:cache_config_info",

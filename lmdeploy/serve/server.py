@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.async_engine import AsyncEngine
-    from lmdeploy.engine.load import Core
+    from lmdeploy.engine.core import StartedCore
 
 logger = logging.getLogger("lmdeploy")
 
@@ -151,7 +151,7 @@ def run_server(
     *,
     chat_template_config: ChatTemplateConfig | None,
     options: ServerOptions,
-    start_core: Callable[[], Core] | None = None,
+    start_core: Callable[[], StartedCore] | None = None,
 ) -> None:
     """Load a model and serve it until SIGTERM or Ctrl-C.
 
@@ -162,13 +162,13 @@ def run_server(
         backend_config: options of the engine. None takes the defaults.
         chat_template_config: replaces the model's own template. None keeps it.
         options: options of the server.
-        start_core: as in `load_engine_with`.
+        start_core: as in `load_engine`.
 
     Raises:
         ValueError: if an option is wrong, the port is in use, or the model cannot be loaded.
     """
     from lmdeploy.engine.async_engine import AsyncEngine
-    from lmdeploy.engine.load import TextOptions, load_engine_with
+    from lmdeploy.engine.load import TextOptions, load_engine
     from lmdeploy.serve.app import make_app
     from lmdeploy.serve.http.bodies import return_large_blocks
 
@@ -187,13 +187,11 @@ def run_server(
         texts = TextOptions(
             chat_template_config, options.reasoning_parser, options.tool_call_parser
         )
-        engine = AsyncEngine(
-            load_engine_with(model_path, config, options=texts, start_core=start_core)
-        )
+        engine = AsyncEngine(*load_engine(model_path, config, options=texts, start_core=start_core))
         resources.callback(engine.close)
         sampling = read_sampling(options.generation_config)
         if sampling is not None:
-            engine.loaded.sampling = sampling
+            engine.text.sampling = sampling
         name = options.model_name or hub_address(model_path)[0]
         options.model_name = name
         app = make_app(engine, options, enable_metrics=config.enable_metrics)
@@ -216,7 +214,7 @@ def run_server(
 
 def format_line(engine: AsyncEngine, options: ServerOptions) -> str:
     """Return the line about the parsers of answers that is printed at the start."""
-    reasoning, tools = engine.loaded.chat_format.parser_names
+    reasoning, tools = engine.text.chat_format.parser_names
     line = f"Chat format: reasoning {reasoning}, tool calls {tools}"
     if options.reasoning_parser is not None or options.tool_call_parser is not None:
         return line
@@ -367,5 +365,5 @@ class GracefulServer(LimitedServer):
     async def _close_engine(self) -> None:
         await asyncio.sleep(self._grace)
         # Texts that are being tokenized may occupy all threads of the loop.
-        self._engine.loaded.tokenizer.close()
+        self._engine.text.tokenizer.close()
         await asyncio.to_thread(self._engine.close)

@@ -146,4 +146,4 @@ class ServerState:
 
     @property
     def chat_format(self) -> ChatFormat:
-        return self.engine.loaded.chat_format
+        return self.engine.text.chat_format

@@ -13,9 +13,9 @@ import pytest
 from fake_engine import make_engine
 
 from lmdeploy import GenerationConfig, Pipeline
+from lmdeploy.base import loop_thread
+from lmdeploy.base.errors import EngineFailure
 from lmdeploy.chat.grammar import Grammar
-from lmdeploy.engine import loop_thread
-from lmdeploy.engine.async_engine import EngineFailure
 
 
 @pytest.fixture
@@ -86,13 +86,13 @@ def test_chat_keeps_the_history_of_the_session(pipe):
 
 def end_with(pipe, monkeypatch, reason):
     """Make requests end at once with `reason`."""
-    cpp_engine = pipe.engine.loaded.cpp_engine
+    core = pipe.engine.running.core
 
-    def step(request_id, request, answer):
-        del cpp_engine._running[request_id]
-        return cpp_engine._output(request_id, [], reason, error="out of luck")
+    def step(running):
+        del core._running[running.request.id]
+        return core._output(running.request.id, reason, error="out of luck")
 
-    monkeypatch.setattr(cpp_engine, "_step", step)
+    monkeypatch.setattr(core, "_step", step)
 
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
@@ -138,7 +138,7 @@ def test_get_ppl_checks_all_prompts_before_running_any(pipe):
             pipe.get_ppl([[1, 2], wrong])
     with pytest.raises(ValueError, match=r"input_ids is .* token ids"):
         pipe.get_ppl([[1, 2], [1, "a"]])
-    assert not pipe.engine.loaded.cpp_engine.requests
+    assert not pipe.engine.running.core.requests
 
 
 @pytest.mark.parametrize(
@@ -152,33 +152,30 @@ def test_get_ppl_checks_all_prompts_before_running_any(pipe):
 )
 def test_pipeline_requests_in_flight_are_limited(pipe, monkeypatch, call):
     monkeypatch.setattr(loop_thread, "_MAX_IN_FLIGHT", 3)
-    cpp_engine, in_flight = pipe.engine.loaded.cpp_engine, []
-    submit = cpp_engine.submit
+    core, in_flight = pipe.engine.running.core, []
+    submit = core.submit
 
     def watched(request):
         submit(request)
         in_flight.append(len(pipe.engine._streams))
 
-    monkeypatch.setattr(cpp_engine, "submit", watched)
+    monkeypatch.setattr(core, "submit", watched)
     call(pipe)
     assert len(in_flight) == 20 and max(in_flight) <= 3
 
 
 def test_get_ppl_failed_request_cancels_the_rest(pipe, monkeypatch):
-    cpp_engine = pipe.engine.loaded.cpp_engine
-    step = cpp_engine._step
+    core = pipe.engine.running.core
+    step = core._step
 
-    def second_fails(request_id, request, answer):
+    def second_fails(running):
+        request_id = running.request.id
         if request_id == 2:
-            del cpp_engine._running[request_id]
-            return cpp_engine._output(request_id, [], "error", error="out of luck")
-        return (
-            step(request_id, request, answer)
-            if request_id < 2
-            else cpp_engine._output(request_id, [], "none")
-        )
+            del core._running[request_id]
+            return core._output(request_id, "error", error="out of luck")
+        return step(running) if request_id < 2 else core._output(request_id, "none")
 
-    monkeypatch.setattr(cpp_engine, "_step", second_fails)
+    monkeypatch.setattr(core, "_step", second_fails)
     with pytest.raises(EngineFailure, match=r"input_ids\[1\] failed: .*out of luck"):
         pipe.get_ppl([[1, 2]] * 4)
     deadline = time.monotonic() + 5
@@ -272,7 +269,7 @@ def test_close_ends_calls_of_other_threads(call):
 @pytest.mark.parametrize(("answer", "begins_text"), [(None, True), ("", True), ("ab", False)])
 def test_pipeline_continued_answer_does_not_begin_a_text(answer, begins_text):
     engine = make_engine()
-    tokenizer, seen = engine.loaded.tokenizer, []
+    tokenizer, seen = engine.text.tokenizer, []
     stream = tokenizer.stream
 
     def watched(*args, **options):

@@ -45,7 +45,7 @@ def _card(state: ServerState) -> dict[str, Any]:
         "root": state.model_name,
         "parent": None,
         "max_model_len": state.engine.max_request_tokens,
-        "default_generation_settings": dict(state.engine.loaded.sampling),
+        "default_generation_settings": dict(state.engine.text.sampling),
     }
 
 

@@ -256,7 +256,7 @@ async def _start(
 
 def _log_prompts(state: ServerState, prompts: Sequence[list[int]], *, path: str) -> None:
     """Log the beginning of each prompt, in one line each."""
-    tokenizer, limit = state.engine.loaded.tokenizer, state.options.max_log_len
+    tokenizer, limit = state.engine.text.tokenizer, state.options.max_log_len
     for ids in prompts:
         known = [token for token in ids[:limit] if token < tokenizer.vocab_size]
         text = tokenizer.decode(known, skip_special=False)[:limit]

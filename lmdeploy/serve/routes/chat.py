@@ -86,11 +86,11 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
         return await _prepare_messages(state, request, limits=limits)
     if not request.input_ids:
         raise OptionError("messages", "is empty. Send at least one message.")
-    ids, loaded = request.input_ids, state.engine.loaded
+    ids, model = request.input_ids, state.engine.text
     state.engine.check_prompt(ids, name="input_ids")
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    config = make_config(request, limits, model_defaults=loaded.sampling, room=room)
-    return PreparedRequest([ids], config, start=start_of_ids(loaded, ids))
+    config = make_config(request, limits, model_defaults=model.sampling, room=room)
+    return PreparedRequest([ids], config, start=start_of_ids(model, ids))
 
 
 async def _prepare_messages(
@@ -262,7 +262,7 @@ class ChatReply:
         if not self._request.logprobs:
             return None
         return chat_logprobs(
-            self._state.engine.loaded.tokenizer,
+            self._state.engine.text.tokenizer,
             piece.token_ids,
             logprobs=piece.logprobs or [],
             num_top=self._request.top_logprobs or 0,

@@ -56,7 +56,7 @@ async def prepare_completion(state: ServerState, request: CompletionRequest) -> 
         n=request.n or 1,
     )
     room = state.engine.max_request_tokens
-    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=room)
+    config = make_config(request, limits, model_defaults=state.engine.text.sampling, room=room)
     num_new = min(config.max_new_tokens, 1)
     prompts = await encode_prompts(state.engine, request.prompt, num_new=num_new)
     return PreparedRequest(prompts, config)
@@ -68,7 +68,7 @@ class CompletionReply:
     def __init__(self, state: ServerState, request: CompletionRequest) -> None:
         self._state = state
         self._request = request
-        self._tokenizer = state.engine.loaded.tokenizer
+        self._tokenizer = state.engine.text.tokenizer
         self.response_id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._logprobs: dict[int, CompletionLogprobs] = {}

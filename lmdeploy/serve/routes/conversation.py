@@ -78,14 +78,14 @@ async def prepare_conversation(
         options.pop("tools", None)
     ids, start = await asyncio.to_thread(
         encode_chat,
-        state.engine.loaded,
+        state.engine.text,
         list(conversation.messages),
         tool_use=tool_use,
         template_options=options,
         begins_answer=conversation.begins_answer,
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    config = make_config(fields, limits, model_defaults=state.engine.loaded.sampling, room=room)
+    config = make_config(fields, limits, model_defaults=state.engine.text.sampling, room=room)
     return PreparedRequest([ids], config, start=start)
 
 
@@ -97,7 +97,7 @@ async def count_prompt_tokens(state: ServerState, conversation: Conversation) ->
     with state.admission.enter():
         prompt = await asyncio.to_thread(
             encode_chat,
-            state.engine.loaded,
+            state.engine.text,
             list(conversation.messages),
             tool_use=check_tool_use(conversation.tools, conversation.tool_choice),
             template_options=conversation.options,

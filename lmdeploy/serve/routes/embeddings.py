@@ -89,7 +89,7 @@ async def _respond(request: Request, body: PoolingRequest, *, form: tuple[str, s
 
 async def _prepare(state: ServerState, body: PoolingRequest) -> PreparedRequest:
     """Make the prompts and the options. Raise OptionError for a bad field."""
-    size = state.engine.loaded.hidden_size
+    size = state.engine.text.hidden_size
     if (body.dimensions or 1) > size:
         raise OptionError(
             "dimensions", f"is {body.dimensions}, but the model's vectors have {size}. Lower it."

@@ -66,7 +66,7 @@ async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]])
 
 
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
-    parts, limit = engine.loaded, MAX_ENCODED_TOKENS
+    parts, limit = engine.text, MAX_ENCODED_TOKENS
     if body.do_preprocess:
         message = {"role": "user", "content": text}
         return encode_chat(parts, [message], max_tokens=limit).ids

@@ -47,8 +47,8 @@ async def engine_stats(request: Request) -> Response:
 
 def _kv_cache(state: ServerState, stats: _turbomind.EngineStats) -> dict[str, Any]:
     """Return the format, the sizes and the blocks. `window16` is None without a window."""
-    loaded = state.engine.loaded
-    kv, plan = loaded.kv, loaded.cpp_engine.memory_plan()
+    engine = state.engine
+    kv, plan = engine.running.kv, engine.memory_plan()
     window16 = None
     if kv.recent_tokens >= 0:
         window16 = {
@@ -60,12 +60,12 @@ def _kv_cache(state: ServerState, stats: _turbomind.EngineStats) -> dict[str, An
     return {
         "format": kv.format,
         "quality": kv.quality_text,
-        "block_tokens": loaded.block_tokens,
+        "block_tokens": engine.running.block_tokens,
         "blocks": _blocks(stats, "blocks"),
         "window16": window16,
         "bytes_per_token": plan.bytes_per_token,
         "bytes_per_token_none": plan.bytes_per_token_none,
-        "session_len": loaded.session_len,
+        "session_len": engine.text.session_len,
         "session_bytes": plan.session_bytes,
         "session_bytes_none": plan.session_bytes_none,
         "reserved_bytes": plan.reserved_bytes,

@@ -69,7 +69,7 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
     ids = request.input_ids
     if ids is None:
         ids = await asyncio.to_thread(
-            encode_text, state.engine.loaded, request.prompt or "", add_special=True
+            encode_text, state.engine.text, request.prompt or "", add_special=True
         )
     else:
         state.engine.check_prompt(ids, name="input_ids")
@@ -80,7 +80,7 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
         prompt_logprobs=0 if request.returns_prompt else None,
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=room)
+    config = make_config(request, limits, model_defaults=state.engine.text.sampling, room=room)
     return PreparedRequest([ids], config)
 
 

@@ -296,7 +296,7 @@ class ResponsesReply:
         if self._request.num_logprobs is None:
             return []
         found: list[Item] = chat_logprobs(
-            self._state.engine.loaded.tokenizer,
+            self._state.engine.text.tokenizer,
             piece.token_ids,
             logprobs=piece.logprobs or [],
             num_top=self._request.num_logprobs,
@@ -331,13 +331,13 @@ class ResponsesReply:
 
     def _num_reasoning_tokens(self) -> int:
         """Return the number of tokens that the text of the reasoning has alone."""
-        tokenizer = self._state.engine.loaded.tokenizer
+        tokenizer = self._state.engine.text.tokenizer
         items = [item for item in self._output.items if item["type"] == "reasoning"]
         texts = [item["content"][0]["text"] for item in items]
         return sum(len(tokenizer.encode(text, add_special=False)) for text in texts)
 
     def _body(self, status: str) -> dict[str, Any]:
-        request, sampling = self._request, self._state.engine.loaded.sampling
+        request, sampling = self._request, self._state.engine.text.sampling
         return {
             "id": self.response_id,
             "object": "response",

@@ -32,8 +32,8 @@ CpuKvKernels Kernels(const std::string& isa) {
     choices += (choices.empty() ? "" : ", ") + choice;
   }
   if (std::find(isas.begin(), isas.end(), isa) == isas.end()) {
-    throw InvalidArgument("isa \"" + isa + "\" is not available on this machine. Use one of " +
-                          choices);
+    throw InvalidArgument(
+        "isa", "\"" + isa + "\" is not available on this machine. Use one of " + choices);
   }
   return CpuKvKernelsFor(isa);
 }
@@ -47,7 +47,8 @@ struct RowShape {
 RowShape Shape(KvCacheMode format, const std::string& dtype, py::ssize_t num_rows,
                int64_t head_dim) {
   if (head_dim < 1 || head_dim > 65536) {
-    throw InvalidArgument("head_dim is " + std::to_string(head_dim) + ". It must be 1 to 65536.");
+    throw InvalidArgument("head_dim",
+                          "is " + std::to_string(head_dim) + ". It must be 1 to 65536.");
   }
   RowShape shape;
   shape.rows.format = format;
@@ -64,8 +65,8 @@ RowShape Shape(KvCacheMode format, const std::string& dtype, py::ssize_t num_row
 py::tuple Encode(const py::object& format, const Array<float>& rows, const std::string& dtype,
                  float global_scale, const std::string& isa, bool search) {
   if (rows.ndim() != 2) {
-    throw InvalidArgument("rows has " + std::to_string(rows.ndim()) +
-                          " dimensions, but must be [n, head_dim].");
+    throw InvalidArgument(
+        "rows", "has " + std::to_string(rows.ndim()) + " dimensions, but must be [n, head_dim].");
   }
   RowShape shape = Shape(ToKvFormat("format", format), dtype, rows.shape(0), rows.shape(1));
   shape.rows.global_scale = global_scale;
@@ -80,10 +81,9 @@ py::tuple Encode(const py::object& format, const Array<float>& rows, const std::
 void RequireShape(const char* what, const Array<uint8_t>& array, py::ssize_t rows,
                   py::ssize_t cols) {
   if (array.ndim() != 2 || array.shape(0) != rows || array.shape(1) != cols) {
-    throw InvalidArgument(std::string(what) + " has " + std::to_string(array.size()) +
-                          " bytes in " + std::to_string(array.ndim()) +
-                          " dimensions, but must be [" + std::to_string(rows) + ", " +
-                          std::to_string(cols) + "]");
+    throw InvalidArgument(what, "has " + std::to_string(array.size()) + " bytes in " +
+                                    std::to_string(array.ndim()) + " dimensions, but must be [" +
+                                    std::to_string(rows) + ", " + std::to_string(cols) + "]");
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
+#include "turbomind/bindings/fields.h"
 
 namespace py = pybind11;
 
@@ -43,50 +44,35 @@ void DefPrefixEvents(py::module_& m) {
 
 void DefModelParts(py::module_& m) {
   py::class_<RopeConfig> rope(m, "RopeConfig");
-  rope.def(py::init<>());
   DefEnum(rope, "kind", &RopeConfig::kind, kRopeKinds);
-  rope.def_readwrite("theta", &RopeConfig::theta)
-      .def_readwrite("dim", &RopeConfig::dim)
-      .def_readwrite("factor", &RopeConfig::factor)
-      .def_readwrite("original_max_position", &RopeConfig::original_max_position)
-      .def_readwrite("low_freq_factor", &RopeConfig::low_freq_factor)
-      .def_readwrite("high_freq_factor", &RopeConfig::high_freq_factor)
-      .def_readwrite("beta_fast", &RopeConfig::beta_fast)
-      .def_readwrite("beta_slow", &RopeConfig::beta_slow)
-      .def_readwrite("attention_factor", &RopeConfig::attention_factor)
-      .def_readwrite("truncate", &RopeConfig::truncate)
-      .def_readwrite("freq_factors", &RopeConfig::freq_factors)
-      .def_readwrite("long_factors", &RopeConfig::long_factors);
+  DefMembers<RopeConfig, 1>(
+      rope, MemberList<&RopeConfig::theta, &RopeConfig::dim, &RopeConfig::factor,
+                       &RopeConfig::original_max_position, &RopeConfig::low_freq_factor,
+                       &RopeConfig::high_freq_factor, &RopeConfig::beta_fast,
+                       &RopeConfig::beta_slow, &RopeConfig::attention_factor, &RopeConfig::truncate,
+                       &RopeConfig::freq_factors, &RopeConfig::long_factors>());
+  DefFields(rope);
 
-  py::class_<MoeConfig>(m, "MoeConfig")
-      .def(py::init<>())
-      .def_readwrite("num_experts", &MoeConfig::num_experts)
-      .def_readwrite("top_k", &MoeConfig::top_k)
-      .def_readwrite("intermediate_size", &MoeConfig::intermediate_size)
-      .def_readwrite("shared_intermediate_size", &MoeConfig::shared_intermediate_size)
-      .def_readwrite("normalize", &MoeConfig::normalize)
-      .def_readwrite("sigmoid", &MoeConfig::sigmoid)
-      .def_readwrite("shared_gate", &MoeConfig::shared_gate)
-      .def_readwrite("weigh_inputs", &MoeConfig::weigh_inputs)
-      .def_readwrite("num_groups", &MoeConfig::num_groups)
-      .def_readwrite("top_groups", &MoeConfig::top_groups)
-      .def_readwrite("scale", &MoeConfig::scale)
-      .def_readwrite("layers", &MoeConfig::layers);
+  py::class_<MoeConfig> moe(m, "MoeConfig");
+  DefMembers<MoeConfig>(
+      moe,
+      MemberList<&MoeConfig::num_experts, &MoeConfig::top_k, &MoeConfig::intermediate_size,
+                 &MoeConfig::shared_intermediate_size, &MoeConfig::normalize, &MoeConfig::sigmoid,
+                 &MoeConfig::shared_gate, &MoeConfig::weigh_inputs, &MoeConfig::num_groups,
+                 &MoeConfig::top_groups, &MoeConfig::scale, &MoeConfig::layers>());
+  DefFields(moe);
 
-  py::class_<NormConfig>(m, "NormConfig")
-      .def(py::init<>())
-      .def_readwrite("centered", &NormConfig::centered)
-      .def_readwrite("inputs", &NormConfig::inputs)
-      .def_readwrite("outputs", &NormConfig::outputs)
-      .def_readwrite("qk_all_heads", &NormConfig::qk_all_heads)
-      .def_readwrite("qk_after_rope", &NormConfig::qk_after_rope)
-      .def_readwrite("qk_unit", &NormConfig::qk_unit);
+  py::class_<NormConfig> norm(m, "NormConfig");
+  DefMembers<NormConfig>(
+      norm,
+      MemberList<&NormConfig::centered, &NormConfig::inputs, &NormConfig::outputs,
+                 &NormConfig::qk_all_heads, &NormConfig::qk_after_rope, &NormConfig::qk_unit>());
+  DefFields(norm);
 
-  py::class_<QueryScaling>(m, "QueryScaling")
-      .def(py::init<>())
-      .def_readwrite("beta", &QueryScaling::beta)
-      .def_readwrite("length", &QueryScaling::length)
-      .def_readwrite("offset", &QueryScaling::offset);
+  py::class_<QueryScaling> scaling(m, "QueryScaling");
+  DefMembers<QueryScaling>(
+      scaling, MemberList<&QueryScaling::beta, &QueryScaling::length, &QueryScaling::offset>());
+  DefFields(scaling);
 }
 
 }  // namespace
@@ -95,55 +81,38 @@ void DefConfigs(py::module_& m) {
   DefPrefixEvents(m);
   DefModelParts(m);
   py::class_<ModelConfig> model(m, "ModelConfig");
-  model.def(py::init<>())
-      .def_readwrite("num_layers", &ModelConfig::num_layers)
-      .def_readwrite("hidden_size", &ModelConfig::hidden_size)
-      .def_readwrite("intermediate_size", &ModelConfig::intermediate_size)
-      .def_readwrite("num_heads", &ModelConfig::num_heads)
-      .def_readwrite("num_kv_heads", &ModelConfig::num_kv_heads)
-      .def_readwrite("head_dim", &ModelConfig::head_dim)
-      .def_readwrite("vocab_size", &ModelConfig::vocab_size)
-      .def_readwrite("max_position", &ModelConfig::max_position)
-      .def_readwrite("norm_eps", &ModelConfig::norm_eps)
-      .def_readwrite("softmax_scale", &ModelConfig::softmax_scale)
-      .def_readwrite("swiglu_limit", &ModelConfig::swiglu_limit)
-      .def_readwrite("moe", &ModelConfig::moe)
-      .def_readwrite("attention_cap", &ModelConfig::attention_cap)
-      .def_readwrite("embedding_scale", &ModelConfig::embedding_scale)
-      .def_readwrite("residual_scale", &ModelConfig::residual_scale)
-      .def_readwrite("logit_scale", &ModelConfig::logit_scale)
-      .def_readwrite("logit_cap", &ModelConfig::logit_cap)
-      .def_readwrite("parallel", &ModelConfig::parallel)
-      .def_readwrite("gated", &ModelConfig::gated)
-      .def_readwrite("norm", &ModelConfig::norm)
-      .def_readwrite("query_scaling", &ModelConfig::query_scaling)
-      .def_readwrite("query_scaling_without_rope", &ModelConfig::query_scaling_without_rope)
-      .def_readwrite("ropes", &ModelConfig::ropes)
-      .def_readwrite("layer_ropes", &ModelConfig::layer_ropes)
-      .def_readwrite("k_bias", &ModelConfig::k_bias)
-      .def_readwrite("windows", &ModelConfig::windows)
-      .def("validate", &ModelConfig::Validate);
+  DefMembers<ModelConfig, 2>(
+      model,
+      MemberList<&ModelConfig::num_layers, &ModelConfig::hidden_size,
+                 &ModelConfig::intermediate_size, &ModelConfig::num_heads,
+                 &ModelConfig::num_kv_heads, &ModelConfig::head_dim, &ModelConfig::vocab_size,
+                 &ModelConfig::max_position, &ModelConfig::norm_eps, &ModelConfig::softmax_scale,
+                 &ModelConfig::swiglu_limit, &ModelConfig::moe, &ModelConfig::attention_cap,
+                 &ModelConfig::embedding_scale, &ModelConfig::residual_scale,
+                 &ModelConfig::logit_scale, &ModelConfig::logit_cap, &ModelConfig::parallel,
+                 &ModelConfig::gated, &ModelConfig::norm, &ModelConfig::query_scaling,
+                 &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
+                 &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());
+  model.def("validate", &ModelConfig::Validate);
   m.def("short_rope_length", &ShortRopeLength, py::arg("model"), py::arg("session_len"));
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);
   DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);
+  DefFields(model);
 
   py::class_<EngineConfig> config(m, "EngineConfig");
+  DefMembers<EngineConfig, 4>(
+      config, MemberList<&EngineConfig::max_batch_size, &EngineConfig::session_len,
+                         &EngineConfig::max_prefill_token_num, &EngineConfig::cache_block_seq_len,
+                         &EngineConfig::cache_max_entry_count, &EngineConfig::enable_prefix_caching,
+                         &EngineConfig::num_draft_tokens, &EngineConfig::prefix_events,
+                         &EngineConfig::check_integrity, &EngineConfig::collect_kv_statistics>());
   config.def(py::init<>())
-      .def_readwrite("max_batch_size", &EngineConfig::max_batch_size)
-      .def_readwrite("session_len", &EngineConfig::session_len)
-      .def_readwrite("max_prefill_token_num", &EngineConfig::max_prefill_token_num)
-      .def_readwrite("cache_block_seq_len", &EngineConfig::cache_block_seq_len)
-      .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
-      .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
-      .def_readwrite("num_draft_tokens", &EngineConfig::num_draft_tokens)
       .def(
           "set_draft_model",
           [](EngineConfig& self, const ModelConfig& draft, std::shared_ptr<Weights> weights) {
             self.draft_model = std::make_shared<DraftModel>(draft, std::move(weights));
           },
-          py::arg("model"), py::arg("weights"))
-      .def_readwrite("prefix_events", &EngineConfig::prefix_events)
-      .def_readwrite("check_integrity", &EngineConfig::check_integrity);
+          py::arg("model"), py::arg("weights"));
   DefKvOptions(config);
 }
 

@@ -36,8 +36,8 @@ std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads,
       return type.make(num_threads, options);
     }
   }
-  throw InvalidArgument("device_type is \"" + name.substr(0, 64) +
-                        "\", which this build does not have. Change --device.");
+  throw InvalidArgument("device_type", "is \"" + name.substr(0, 64) +
+                                           "\", which this build does not have. Change --device.");
 }
 
 }  // namespace

@@ -48,8 +48,7 @@ E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text
     }
     choices += (choices.empty() ? "" : ", ") + std::string(entry.name);
   }
-  throw InvalidArgument(std::string(what) + " has value \"" + text + "\". It must be one of " +
-                        choices);
+  throw InvalidArgument(what, "has value \"" + text + "\". It must be one of " + choices);
 }
 
 template <class E, size_t N>
@@ -76,9 +75,8 @@ inline KvCacheMode ToKvFormat(const char* what, const pybind11::object& value) {
     }
     choices += (choices.empty() ? "" : ", ") + std::string(ToString(choice));
   }
-  throw InvalidArgument(std::string(what) + " has value " +
-                        pybind11::repr(value).cast<std::string>() +
-                        ". It must be a KvFormat: " + choices);
+  throw InvalidArgument(what, "has value " + pybind11::repr(value).cast<std::string>() +
+                                  ". It must be a KvFormat: " + choices);
 }
 
 // Defines a string property for an enum member.

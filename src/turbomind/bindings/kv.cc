@@ -9,8 +9,14 @@
 
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
+#include "turbomind/bindings/fields.h"
 
 namespace py = pybind11;
+
+template <>
+struct py::detail::type_caster<turbomind::EngineStats::Clipped>
+    : PairCaster<turbomind::EngineStats::Clipped, &turbomind::EngineStats::Clipped::window,
+                 &turbomind::EngineStats::Clipped::num_values> {};
 
 namespace turbomind {
 namespace {
@@ -43,11 +49,11 @@ std::vector<std::vector<float>> Layers(const char* name, const py::object& objec
   const Floats array = Floats::ensure(object);
   if (!array) {
     PyErr_Clear();
-    throw InvalidArgument(std::string(name) + " must be an array of numbers.");
+    throw InvalidArgument(name, "must be an array of numbers.");
   }
   if (array.ndim() != ndim) {
-    throw InvalidArgument(std::string(name) + " has " + std::to_string(array.ndim()) +
-                          " dimensions, but must have " + std::to_string(ndim));
+    throw InvalidArgument(name, "has " + std::to_string(array.ndim()) +
+                                    " dimensions, but must have " + std::to_string(ndim));
   }
   const py::ssize_t num_layers = array.shape(0);
   const py::ssize_t row = num_layers > 0 ? array.size() / num_layers : 0;
@@ -62,40 +68,16 @@ py::array_t<T> Array(const std::vector<T>& values, const std::vector<py::ssize_t
   return py::array_t<T>(shape, values.data());
 }
 
-void DefStats(py::module_& m) {
-  py::class_<EngineStats>(m, "EngineStats")
-      .def_readonly("num_waiting", &EngineStats::num_waiting)
-      .def_readonly("num_running", &EngineStats::num_running)
-      .def_readonly("blocks_total", &EngineStats::blocks_total)
-      .def_readonly("blocks_free", &EngineStats::blocks_free)
-      .def_readonly("blocks_cached", &EngineStats::blocks_cached)
-      .def_readonly("blocks_active", &EngineStats::blocks_active)
-      .def_readonly("window16_blocks_total", &EngineStats::window16_blocks_total)
-      .def_readonly("window16_blocks_free", &EngineStats::window16_blocks_free)
-      .def_readonly("window16_blocks_cached", &EngineStats::window16_blocks_cached)
-      .def_readonly("window16_blocks_active", &EngineStats::window16_blocks_active)
-      .def_readonly("prefix_queried_tokens", &EngineStats::prefix_queried_tokens)
-      .def_readonly("prefix_hit_tokens", &EngineStats::prefix_hit_tokens)
-      .def_readonly("prefix_cut_tokens", &EngineStats::prefix_cut_tokens)
-      .def_readonly("num_preemptions", &EngineStats::num_preemptions)
-      .def_readonly("num_steps", &EngineStats::num_steps)
-      .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
-      .def_readonly("generated_tokens", &EngineStats::generated_tokens)
-      .def_readonly("draft_tokens", &EngineStats::draft_tokens)
-      .def_readonly("accepted_tokens", &EngineStats::accepted_tokens)
-      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
-      .def_property_readonly("clipped", [](const EngineStats& self) {
-        std::vector<std::pair<int, int64_t>> groups;
-        for (const EngineStats::Clipped& group : self.clipped) {
-          groups.emplace_back(group.window, group.num_values);
-        }
-        return groups;
-      });
-}
-
 }  // namespace
 
 void DefKvOptions(py::class_<EngineConfig>& config) {
+  DefMembers<KvQuality, 3>(
+      config, [](EngineConfig& self) -> KvQuality& { return self.kv_quality; },
+      MemberList<&KvQuality::rotate_k, &KvQuality::search_scales, &KvQuality::k_offset>(), "kv_");
+  DefMembers<PrecisionWindowTokens>(
+      config, [](EngineConfig& self) -> PrecisionWindowTokens& { return self.kv_quality.window16; },
+      MemberList<&PrecisionWindowTokens::sink_tokens, &PrecisionWindowTokens::recent_tokens>(),
+      "kv_");
   config
       .def_property(
           "kv_format", [](const EngineConfig& self) { return self.kv_format; },
@@ -104,30 +86,11 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
           })
       .def_property("kv_layers", &GetLayers, &SetLayers)
       .def_property(
-          "kv_rotate_k", [](const EngineConfig& self) { return self.kv_quality.rotate_k; },
-          [](EngineConfig& self, bool value) { self.kv_quality.rotate_k = value; })
-      .def_property(
-          "kv_search_scales",
-          [](const EngineConfig& self) { return self.kv_quality.search_scales; },
-          [](EngineConfig& self, bool value) { self.kv_quality.search_scales = value; })
-      .def_property(
-          "kv_sink_tokens",
-          [](const EngineConfig& self) { return self.kv_quality.window16.sink_tokens; },
-          [](EngineConfig& self, int value) { self.kv_quality.window16.sink_tokens = value; })
-      .def_property(
-          "kv_recent_tokens",
-          [](const EngineConfig& self) { return self.kv_quality.window16.recent_tokens; },
-          [](EngineConfig& self, int value) { self.kv_quality.window16.recent_tokens = value; })
-      .def_property(
           "kv_window_format",
           [](const EngineConfig& self) { return self.kv_quality.window_format; },
           [](EngineConfig& self, const py::object& value) {
             self.kv_quality.window_format = ToKvFormat("kv_window_format", value);
           })
-      .def_property(
-          "kv_k_offset", [](const EngineConfig& self) { return self.kv_quality.k_offset; },
-          [](EngineConfig& self, bool value) { self.kv_quality.k_offset = value; })
-      .def_readwrite("collect_kv_statistics", &EngineConfig::collect_kv_statistics)
       .def(
           "set_kv_calibration",
           [](EngineConfig& self, const py::object& k_mean, const py::object& k_scales,
@@ -140,21 +103,19 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
 }
 
 void DefKv(py::module_& m) {
-  py::class_<MemoryPlan>(m, "MemoryPlan")
-      .def_readonly("num_blocks", &MemoryPlan::num_blocks)
-      .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
-      .def_readonly("draft_cache_bytes", &MemoryPlan::draft_cache_bytes)
-      .def_readonly("draft_scratch_bytes", &MemoryPlan::draft_scratch_bytes)
-      .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
-      .def_readonly("scratch_bytes", &MemoryPlan::scratch_bytes)
-      .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
-      .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
-      .def_readonly("window16_bytes_per_sequence", &MemoryPlan::window16_bytes_per_sequence)
-      .def_readonly("session_bytes", &MemoryPlan::session_bytes)
-      .def_readonly("session_bytes_none", &MemoryPlan::session_bytes_none)
-      .def_readonly("max_tokens", &MemoryPlan::max_tokens)
-      .def_readonly("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
-  DefStats(m);
+  py::class_<MemoryPlan> plan(m, "MemoryPlan");
+  DefMembers<MemoryPlan>(
+      plan, MemberList<&MemoryPlan::num_blocks, &MemoryPlan::reserved_bytes,
+                       &MemoryPlan::draft_cache_bytes, &MemoryPlan::draft_scratch_bytes,
+                       &MemoryPlan::touched_bytes, &MemoryPlan::scratch_bytes,
+                       &MemoryPlan::bytes_per_token, &MemoryPlan::bytes_per_token_none,
+                       &MemoryPlan::window16_bytes_per_sequence, &MemoryPlan::session_bytes,
+                       &MemoryPlan::session_bytes_none, &MemoryPlan::max_tokens,
+                       &MemoryPlan::max_sequence_tokens>());
+  DefFields(plan);
+  py::class_<EngineStats> stats(m, "EngineStats");
+  DefMembers<EngineStats>(stats, EngineStats::Members());
+  DefFields(stats);
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));
 }

@@ -16,10 +16,33 @@
 
 namespace py = pybind11;
 
+namespace turbomind {
+namespace {
+
+// InvalidArgument in Python has the attributes of OptionError, `field` and `reason`.
+void DefInvalidArgument(py::module_& m) {
+  static py::handle type;  // the module keeps it alive
+  type = py::exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError).release();
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(std::move(thrown));
+    } catch (const InvalidArgument& error) {
+      const py::object made = type(error.what());
+      const std::string field = error.field();
+      made.attr("field") = field;
+      made.attr("reason") = error.what() + (field.empty() ? 0 : field.size() + 1);
+      PyErr_SetObject(type.ptr(), made.ptr());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace turbomind
+
 PYBIND11_MODULE(_turbomind, m) {
   using namespace turbomind;
   m.doc() = "The C++ engine of lmdeploy.";
-  py::register_exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
+  DefInvalidArgument(m);
   py::register_exception<InternalError>(m, "InternalError", PyExc_RuntimeError);
   // Otherwise the message would be "std::bad_alloc".
   py::register_exception_translator([](std::exception_ptr thrown) {

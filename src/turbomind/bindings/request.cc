@@ -7,15 +7,22 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
+#include "turbomind/bindings/fields.h"
 #include "turbomind/core/check.h"
 
 namespace py = pybind11;
+
+template <>
+struct py::detail::type_caster<turbomind::TokenLogprobs>
+    : PairCaster<turbomind::TokenLogprobs, &turbomind::TokenLogprobs::chosen,
+                 &turbomind::TokenLogprobs::top> {};
 
 namespace turbomind {
 namespace {
@@ -51,8 +58,10 @@ class PyTokenMask {
       return go_on;
     } catch (const py::error_already_set& error) {
       // OptionError of checks.py: the request asked for something impossible.
-      if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field")) {
-        throw InvalidArgument(py::str(error.value()).cast<std::string>());
+      if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field") &&
+          py::hasattr(error.value(), "reason")) {
+        throw InvalidArgument(py::str(error.value().attr("field")).cast<std::string>(),
+                              py::str(error.value().attr("reason")).cast<std::string>());
       }
       throw std::runtime_error(py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
                                py::str(error.value()).cast<std::string>());
@@ -78,11 +87,14 @@ void SetTokenMask(Request& request, const py::object& fn) {
     return;
   }
   if (PyCallable_Check(fn.ptr()) == 0) {
-    throw InvalidArgument("token_mask has type " + py::str(py::type::of(fn)).cast<std::string>() +
-                          ", but must be a callable or None.");
+    throw InvalidArgument("token_mask", "has type " +
+                                            py::str(py::type::of(fn)).cast<std::string>() +
+                                            ", but must be a callable or None.");
   }
   request.token_mask = PyTokenMask(fn);
 }
+
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 // Returns [n, vocab] as a view of the output's memory. The array keeps the output alive.
 py::object GetLogits(const py::object& self) {
@@ -95,6 +107,17 @@ py::object GetLogits(const py::object& self) {
   return py::array_t<float>({rows, cols}, output.logits.data(), self);
 }
 
+void SetLogits(RequestOutput& output, const std::optional<Floats>& logits) {
+  output.logits.clear();
+  if (logits && logits->ndim() != 2) {
+    throw InvalidArgument("logits", "must have 2 dimensions.");
+  }
+  if (logits) {
+    output.logits_rows = logits->shape(0);
+    output.logits.assign(logits->data(), logits->data() + logits->size());
+  }
+}
+
 // Returns [hidden_size] as a view of the output's memory, like GetLogits.
 py::object GetPooled(const py::object& self) {
   auto& output = self.cast<RequestOutput&>();
@@ -105,13 +128,20 @@ py::object GetPooled(const py::object& self) {
                             self);
 }
 
+void SetPooled(RequestOutput& output, const std::optional<Floats>& pooled) {
+  output.pooled.clear();
+  if (pooled) {
+    output.pooled.assign(pooled->data(), pooled->data() + pooled->size());
+  }
+}
+
 }  // namespace
 
 CacheSalt ToCacheSalt(const py::bytes& bytes) {
   const std::string text = bytes;
   CacheSalt salt;
   if (text.size() != sizeof(salt)) {
-    throw InvalidArgument("cache_salt must have 16 bytes");
+    throw InvalidArgument("cache_salt", "must have 16 bytes");
   }
   std::memcpy(salt.data(), text.data(), sizeof(salt));
   return salt;
@@ -119,20 +149,15 @@ CacheSalt ToCacheSalt(const py::bytes& bytes) {
 
 void DefRequest(py::module_& m) {
   py::class_<Request, std::shared_ptr<Request>> request(m, "Request");
-  request.def(py::init<>())
-      .def_readwrite("id", &Request::id)
-      .def_readwrite("prompt", &Request::prompt)
-      .def_readwrite("priority", &Request::priority)
-      .def_readwrite("num_resumed", &Request::num_resumed)
-      .def_readwrite("max_new_tokens", &Request::max_new_tokens)
-      .def_readwrite("long_rope", &Request::long_rope)
-      .def_readwrite("min_new_tokens", &Request::min_new_tokens)
-      .def_readwrite("ignore_eos", &Request::ignore_eos)
-      .def_readwrite("eos_ids", &Request::eos_ids)
-      .def_readwrite("stop_sequences", &Request::stop_sequences)
-      .def_readwrite("bad_sequences", &Request::bad_sequences)
-      .def_readwrite("num_prompt_logprobs", &Request::num_prompt_logprobs)
-      .def_property("token_mask", &GetTokenMask, &SetTokenMask)
+  DefMembers<Request, 5>(
+      request, MemberList<&Request::id, &Request::prompt, &Request::priority, &Request::num_resumed,
+                          &Request::max_new_tokens, &Request::ignore_eos,
+                          &Request::num_prompt_logprobs, &Request::long_rope>());
+  DefMembers<SamplingRequest, 2>(
+      request, [](Request& self) -> SamplingRequest& { return self; },
+      MemberList<&Request::min_new_tokens, &Request::eos_ids, &Request::stop_sequences,
+                 &Request::bad_sequences>());
+  request.def_property("token_mask", &GetTokenMask, &SetTokenMask)
       .def_property(
           "cache_salt",
           [](const Request& self) {
@@ -142,29 +167,22 @@ void DefRequest(py::module_& m) {
           [](Request& self, const py::bytes& salt) { self.cache_salt = ToCacheSalt(salt); });
   DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
   DefEnum(request, "pooling", &Request::pooling, kPoolings);
-  SamplingParams::ForEachMember([&request]<class T>(const char* name, T SamplingParams::*member) {
-    request.def_property(
-        name, [member](const Request& self) { return self.sampling.*member; },
-        [member](Request& self, T value) { self.sampling.*member = std::move(value); });
-  });
+  DefMembers<SamplingParams>(
+      request, [](Request& self) -> SamplingParams& { return self.sampling; },
+      SamplingParams::Members());
+  DefFields(request);
 
-  py::class_<TokenLogprobs>(m, "TokenLogprobs")
-      .def_readonly("chosen", &TokenLogprobs::chosen)
-      .def_readonly("top", &TokenLogprobs::top);
-  py::class_<RequestOutput>(m, "RequestOutput")
-      .def_readonly("request_id", &RequestOutput::request_id)
-      .def_readonly("tokens", &RequestOutput::tokens)
-      .def_readonly("logprobs", &RequestOutput::logprobs)
-      .def_readonly("prompt_logprobs", &RequestOutput::prompt_logprobs)
-      .def_property_readonly("logits", &GetLogits)
-      .def_property_readonly("pooled", &GetPooled)
-      .def_property_readonly(
-          "finish_reason",
-          [](const RequestOutput& self) { return Name(kFinishReasons, self.finish_reason); })
-      .def_readonly("stop_tokens", &RequestOutput::stop_tokens)
-      .def_readonly("cached_tokens", &RequestOutput::cached_tokens)
-      .def_readonly("error", &RequestOutput::error)
-      .def_readonly("is_request_fault", &RequestOutput::is_request_fault);
+  py::class_<RequestOutput> output(m, "RequestOutput");
+  DefMembers<RequestOutput, 4>(
+      output,
+      MemberList<&RequestOutput::request_id, &RequestOutput::tokens, &RequestOutput::logprobs,
+                 &RequestOutput::prompt_logprobs, &RequestOutput::stop_tokens,
+                 &RequestOutput::cached_tokens, &RequestOutput::error,
+                 &RequestOutput::is_request_fault, &RequestOutput::error_field>());
+  output.def_property("logits", &GetLogits, &SetLogits)
+      .def_property("pooled", &GetPooled, &SetPooled);
+  DefEnum(output, "finish_reason", &RequestOutput::finish_reason, kFinishReasons);
+  DefFields(output);
 }
 
 }  // namespace turbomind

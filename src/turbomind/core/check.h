@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <new>
 #include <source_location>
 #include <stdexcept>
@@ -12,6 +13,15 @@ namespace turbomind {
 class InvalidArgument : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
+  // `field` of a request or a configuration is wrong. The text is the field, a space and `reason`.
+  InvalidArgument(const std::string& field, const std::string& reason)
+      : std::invalid_argument(field + " " + reason), field_size_(field.size()) {}
+
+  // Returns the field, or an empty string if the error names none.
+  std::string field() const { return {what(), field_size_}; }
+
+ private:
+  size_t field_size_ = 0;  // of the text: copying an exception must not throw
 };
 
 // A bug in this project: a broken invariant. RuntimeError in Python.

@@ -193,8 +193,8 @@ struct ThreadPool::Impl {
 
 ThreadPool::ThreadPool(int num_threads) {
   if (num_threads < 1 || num_threads > 1024) {
-    throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
-                          ". It must be 1 to 1024.");
+    throw InvalidArgument("num_threads",
+                          "is " + std::to_string(num_threads) + ". It must be 1 to 1024.");
   }
   impl_ = std::make_unique<Impl>(num_threads);
 }

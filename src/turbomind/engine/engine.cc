@@ -31,8 +31,8 @@ constexpr bool kIsDebugBuild = true;
 void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
   for (int32_t id : ids) {
     if (id < 0 || id >= vocab_size) {
-      throw InvalidArgument(std::string(field) + " contains token id " + std::to_string(id) +
-                            ". It must be 0 to " + std::to_string(vocab_size - 1));
+      throw InvalidArgument(field, "contains token id " + std::to_string(id) +
+                                       ". It must be 0 to " + std::to_string(vocab_size - 1));
     }
   }
 }
@@ -40,7 +40,7 @@ void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_si
 void RequireNonEmpty(const char* field, const std::vector<std::vector<int32_t>>& sequences) {
   for (const auto& sequence : sequences) {
     if (sequence.empty()) {
-      throw InvalidArgument(std::string(field) + " contains an empty token sequence. Remove it.");
+      throw InvalidArgument(field, "contains an empty token sequence. Remove it.");
     }
   }
 }
@@ -50,9 +50,9 @@ void RequirePromptOnly(const Request& request) {
   if (request.pooling != Pooling::kNone &&
       (request.max_new_tokens > 0 || request.num_prompt_logprobs >= 0 ||
        request.logits_output != LogitsOutput::kNone)) {
-    throw InvalidArgument(
-        "pooling cannot be combined with new tokens, log-probabilities or logits. Set "
-        "max_new_tokens to 0 and request only the pooled vector.");
+    throw InvalidArgument("pooling",
+                          "cannot be combined with new tokens, log-probabilities or logits. Set "
+                          "max_new_tokens to 0 and request only the pooled vector.");
   }
 }
 
@@ -139,14 +139,16 @@ void Engine::Impl::CheckRequest(const Request& request) const {
   }
   const auto length = static_cast<int64_t>(request.prompt.size());
   if (request.max_new_tokens < 0 || request.min_new_tokens < 0) {
-    throw InvalidArgument("max_new_tokens and min_new_tokens are " +
-                          std::to_string(request.max_new_tokens) + ", " +
-                          std::to_string(request.min_new_tokens) + ". They must not be negative.");
+    throw InvalidArgument("max_new_tokens", "and min_new_tokens are " +
+                                                std::to_string(request.max_new_tokens) + ", " +
+                                                std::to_string(request.min_new_tokens) +
+                                                ". They must not be negative.");
   }
   if (request.num_resumed < 0 || request.num_resumed >= length ||
       (request.num_resumed > 0 && request.num_resumed >= request.max_new_tokens)) {
-    throw InvalidArgument("num_resumed is " + std::to_string(request.num_resumed) +
-                          ". It must be less than the length of the prompt and max_new_tokens.");
+    throw InvalidArgument(
+        "num_resumed", "is " + std::to_string(request.num_resumed) +
+                           ". It must be less than the length of the prompt and max_new_tokens.");
   }
   const int64_t wanted = length + (request.max_new_tokens > 0 ? 1 : 0);
   const std::string got = "The prompt has " + std::to_string(length) + " tokens" +
@@ -163,9 +165,10 @@ void Engine::Impl::CheckRequest(const Request& request) const {
   const int64_t longest =
       std::min<int64_t>(length + request.max_new_tokens - request.num_resumed, config.session_len);
   if (short_rope_length > 0 && longest > short_rope_length && !request.long_rope) {
-    throw InvalidArgument("long_rope is false. It must be true for a sequence of up to " +
-                          std::to_string(longest) + " tokens, which is more than " +
-                          std::to_string(short_rope_length));
+    throw InvalidArgument("long_rope", "is false. It must be true for a sequence of up to " +
+                                           std::to_string(longest) +
+                                           " tokens, which is more than " +
+                                           std::to_string(short_rope_length));
   }
   RequirePromptOnly(request);
   RequireIds("prompt", request.prompt, model.vocab_size);
@@ -508,8 +511,8 @@ void Engine::Cancel(uint64_t request_id) {
 
 std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
   if (timeout_ms < 0) {
-    throw InvalidArgument("timeout_ms is " + std::to_string(timeout_ms) +
-                          ". It must not be negative.");
+    throw InvalidArgument("timeout_ms",
+                          "is " + std::to_string(timeout_ms) + ". It must not be negative.");
   }
   std::unique_lock lock(impl_->mutex);
   const size_t expected = impl_->outputs_expected;

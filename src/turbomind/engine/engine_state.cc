@@ -69,8 +69,8 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
     return nullptr;
   }
   if (!device.capability().collects_kv_statistics) {
-    throw InvalidArgument(
-        "collect_kv_statistics is not supported on this device. Set it to False.");
+    throw InvalidArgument("collect_kv_statistics",
+                          "is not supported on this device. Set it to False.");
   }
   return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
 }

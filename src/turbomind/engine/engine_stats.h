@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "turbomind/core/members.h"
+
 namespace turbomind {
 
 struct EngineStats {
@@ -32,6 +34,17 @@ struct EngineStats {
     int64_t num_values = 0;
   };
   std::vector<Clipped> clipped;
+
+  // All of them. Python sees them under their names.
+  using Members = MemberList<
+      &EngineStats::num_waiting, &EngineStats::num_running, &EngineStats::blocks_total,
+      &EngineStats::blocks_free, &EngineStats::blocks_cached, &EngineStats::blocks_active,
+      &EngineStats::window16_blocks_total, &EngineStats::window16_blocks_free,
+      &EngineStats::window16_blocks_cached, &EngineStats::window16_blocks_active,
+      &EngineStats::prefix_queried_tokens, &EngineStats::prefix_hit_tokens,
+      &EngineStats::prefix_cut_tokens, &EngineStats::num_preemptions, &EngineStats::num_steps,
+      &EngineStats::prompt_tokens, &EngineStats::generated_tokens, &EngineStats::draft_tokens,
+      &EngineStats::accepted_tokens, &EngineStats::num_nonfinite, &EngineStats::clipped>;
 };
 
 }  // namespace turbomind

@@ -19,8 +19,8 @@ namespace {
 void RequirePositive(const char* field, int got, const char* flag) {
   constexpr int kLimit = 1 << 24;
   if (got < 1 || got > kLimit) {
-    throw InvalidArgument(std::string(field) + " is " + std::to_string(got) + ". It must be 1 to " +
-                          std::to_string(kLimit) + " (" + flag + ")");
+    throw InvalidArgument(field, "is " + std::to_string(got) + ". It must be 1 to " +
+                                     std::to_string(kLimit) + " (" + flag + ")");
   }
 }
 
@@ -118,10 +118,10 @@ void RequireHeadDim(int head_dim) {
   constexpr int kMultiple = 16;
   constexpr int kLimit = 256;
   if (head_dim % kMultiple != 0 || head_dim > kLimit) {
-    throw InvalidArgument("head_dim " + std::to_string(head_dim) +
-                          " is not supported. It must be a multiple of " +
-                          std::to_string(kMultiple) + " and at most " + std::to_string(kLimit) +
-                          ". Use another model.");
+    throw InvalidArgument("head_dim", std::to_string(head_dim) +
+                                          " is not supported. It must be a multiple of " +
+                                          std::to_string(kMultiple) + " and at most " +
+                                          std::to_string(kLimit) + ". Use another model.");
   }
 }
 
@@ -132,22 +132,26 @@ void ValidateEngineConfig(const EngineConfig& config) {
   RequirePositive("session_len", config.session_len, "--session-len");
   RequirePositive("max_prefill_token_num", config.max_prefill_token_num, "--max-prefill-token-num");
   if (config.num_draft_tokens < 0 || config.num_draft_tokens > kMaxDraftTokens) {
-    throw InvalidArgument("num_draft_tokens is " + std::to_string(config.num_draft_tokens) +
-                          ". It must be 0 to " + std::to_string(kMaxDraftTokens) +
-                          " (--speculative-num-draft-tokens).");
+    throw InvalidArgument("num_draft_tokens", "is " + std::to_string(config.num_draft_tokens) +
+                                                  ". It must be 0 to " +
+                                                  std::to_string(kMaxDraftTokens) +
+                                                  " (--speculative-num-draft-tokens).");
   }
   const int length = config.cache_block_seq_len;
   if (!block::IsPagedBlockSeqLen(length)) {
-    throw InvalidArgument("cache_block_seq_len is " + std::to_string(length) +
-                          ". It must be 16, 32, 64 or 128 (--cache-block-seq-len).");
+    throw InvalidArgument(
+        "cache_block_seq_len",
+        "is " + std::to_string(length) + ". It must be 16, 32, 64 or 128 (--cache-block-seq-len).");
   }
   const double count = config.cache_max_entry_count;
   constexpr double kMaxBlocks = 1 << 30;
   if (!std::isfinite(count) || count <= 0 || count > kMaxBlocks ||
       (count > 1 && count != std::floor(count))) {
-    throw InvalidArgument("cache_max_entry_count is " + std::to_string(count) +
-                          ". It must be a share of the free memory in (0, 1) or a whole number of "
-                          "blocks (--cache-max-entry-count).");
+    throw InvalidArgument(
+        "cache_max_entry_count",
+        "is " + std::to_string(count) +
+            ". It must be a share of the free memory in (0, 1) or a whole number of "
+            "blocks (--cache-max-entry-count).");
   }
 }
 
@@ -156,9 +160,10 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
                                           model.head_dim, config.cache_block_seq_len, model.dtype);
   if (!config.kv_layers.empty()) {
     if (config.kv_layers.size() != cache.layers.size()) {
-      throw InvalidArgument("kv_cache_format has formats for " +
-                            std::to_string(config.kv_layers.size()) +
-                            " layers, but the model has " + std::to_string(cache.layers.size()));
+      throw InvalidArgument("kv_cache_format", "has formats for " +
+                                                   std::to_string(config.kv_layers.size()) +
+                                                   " layers, but the model has " +
+                                                   std::to_string(cache.layers.size()));
     }
     cache.layers = config.kv_layers;
   }

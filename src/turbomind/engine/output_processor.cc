@@ -99,10 +99,14 @@ bool OutputProcessor::IsComputed(const Row& row) {
          tokens[static_cast<size_t>(row.position)] == row.token;
 }
 
-void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
-  sequence.output.finish_reason = FinishReason::kError;
-  sequence.output.error = error;
-  sequence.output.is_request_fault = is_request_fault;
+void Fail(Sequence& sequence, const std::exception& error) {
+  RequestOutput& output = sequence.output;
+  output.finish_reason = FinishReason::kError;
+  output.error = error.what();
+  if (const auto* fault = dynamic_cast<const InvalidArgument*>(&error)) {
+    output.is_request_fault = true;
+    output.error_field = fault->field();
+  }
 }
 
 OutputProcessor::OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_rows,
@@ -155,7 +159,7 @@ void OutputProcessor::RunPooling(size_t first, size_t count, Decoder& decoder) {
       try {
         PoolRow(*row.sequence, row.position, {hidden, static_cast<size_t>(decoder.hidden_size())});
       } catch (const std::exception& error) {  // memory is short
-        Fail(*row.sequence, error.what(), false);
+        Fail(*row.sequence, error);
       }
     }
     hidden += decoder.hidden_size();
@@ -333,10 +337,8 @@ void OutputProcessor::TakeMask(SequenceRows& run) {
   try {
     const bool is_current = sequence.num_tokens_sent == sequence.num_generated();
     run.mask = is_current ? masks_.Wait(sequence) : masks_.Next(sequence);
-  } catch (const InvalidArgument& error) {
-    Fail(sequence, error.what(), true);
   } catch (const std::exception& error) {
-    Fail(sequence, error.what(), false);
+    Fail(sequence, error);
   }
 }
 
@@ -349,10 +351,8 @@ void OutputProcessor::HandleRun(const SequenceRows& run, Sampler& sampler) {
     try {
       HandleRow(run.rows[i], logits, run.mask, sampler);
       logits += run.rows[i].chosen < 0 ? vocab_size_ : 0;
-    } catch (const InvalidArgument& error) {
-      Fail(*run.rows[i].sequence, error.what(), true);
     } catch (const std::exception& error) {
-      Fail(*run.rows[i].sequence, error.what(), false);
+      Fail(*run.rows[i].sequence, error);
     }
   }
 }
@@ -402,10 +402,6 @@ void OutputProcessor::ChooseToken(Sequence& sequence, float* logits, std::span<c
                                         .num_tokens = sequence.num_tokens(),
                                         .num_generated = sequence.num_generated(),
                                         .token_mask = mask.data()});
-  if (!result.error.empty()) {
-    Fail(sequence, result.error, result.is_request_fault);
-    return;
-  }
   if (request.sampling.num_logprobs >= 0) {
     sequence.output.logprobs.push_back(std::move(result.logprobs));
   }

@@ -8,9 +8,9 @@
 // token instead of the logits. This requires a device that can sample and unmodified logits.
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -103,7 +103,7 @@ class OutputProcessor {
   std::vector<std::optional<TokenLogprobs>> prompt_logprobs_;     // empty if memory was short
 };
 
-// Ends a sequence with kError.
-void Fail(Sequence& sequence, const std::string& error, bool is_request_fault);
+// Ends a sequence with kError. InvalidArgument means that its request was wrong.
+void Fail(Sequence& sequence, const std::exception& error);
 
 }  // namespace turbomind

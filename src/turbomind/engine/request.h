@@ -59,6 +59,7 @@ struct RequestOutput {
   int cached_tokens = 0;          // prompt tokens taken from the prefix cache
   std::string error;              // set with kError
   bool is_request_fault = false;  // set with kError if the request's own options caused the error
+  std::string error_field;  // the field that is wrong, if is_request_fault and it is one field
 };
 
 }  // namespace turbomind

@@ -127,9 +127,10 @@ void TokenMasks::Compute(MaskRequest& mask_request) const {
     mask_request.continues =
         mask_request.request->token_mask(mask_request.new_tokens, mask_request.mask);
     if (mask_request.mask.size() != num_words_) {
-      throw InvalidArgument("token_mask returned " + std::to_string(mask_request.mask.size()) +
-                            " words, but must return " + std::to_string(num_words_) +
-                            ". Change the callback.");
+      throw InvalidArgument("token_mask", "returned " + std::to_string(mask_request.mask.size()) +
+                                              " words, but must return " +
+                                              std::to_string(num_words_) +
+                                              ". Change the callback.");
     }
   } catch (const InvalidArgument&) {
     mask_request.error = std::current_exception();

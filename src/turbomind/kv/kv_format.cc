@@ -112,8 +112,8 @@ std::string NamesWith(bool KvFormatInfo::*member) {
 }  // namespace
 
 void RefuseQuantPolicy(const std::string& shown) {
-  throw InvalidArgument("quant_policy is " + shown + ". It must be " + Alternatives() +
-                        " (--quant-policy).");
+  throw InvalidArgument("quant_policy",
+                        "is " + shown + ". It must be " + Alternatives() + " (--quant-policy).");
 }
 
 const KvFormatInfo& ParseKvFormat(int quant_policy) {
@@ -167,10 +167,11 @@ const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device
 
 void RequireListedPair(KvCacheMode k, KvCacheMode v) {
   if (!IsListedPair(k, v)) {
-    throw InvalidArgument(std::string("kv_cache_format is k=") + ToString(k) + ",v=" + ToString(v) +
-                          ". It must be one format for both, or " +
-                          NamesWith(&KvFormatInfo::pairs_as_k) + " for K with " +
-                          NamesWith(&KvFormatInfo::pairs_as_v) + " for V (--kv-cache-format).");
+    throw InvalidArgument("kv_cache_format",
+                          std::string("is k=") + ToString(k) + ",v=" + ToString(v) +
+                              ". It must be one format for both, or " +
+                              NamesWith(&KvFormatInfo::pairs_as_k) + " for K with " +
+                              NamesWith(&KvFormatInfo::pairs_as_v) + " for V.");
   }
 }
 

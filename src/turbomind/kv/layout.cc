@@ -47,22 +47,23 @@ void CheckFormat(KvCacheMode format, int head_dim) {
   });
   const int multiple = group ? group : 2;
   if (head_dim % multiple != 0) {
-    throw InvalidArgument(std::string("head_dim ") + std::to_string(head_dim) +
-                          " is not supported. It must be a multiple of " +
-                          std::to_string(multiple) + " for quant_policy " + ToString(format) +
-                          ". Use another quant_policy.");
+    throw InvalidArgument("head_dim", std::to_string(head_dim) +
+                                          " is not supported. It must be a multiple of " +
+                                          std::to_string(multiple) + " for quant_policy " +
+                                          ToString(format) + ". Use another quant_policy.");
   }
 }
 
 void CheckConfig(const Config& config) {
   const int length = config.block_seq_len;
   if (!IsBlockSeqLen(length)) {
-    throw InvalidArgument("cache_block_seq_len is " + std::to_string(length) +
-                          ". It must be a power of two from 16 to 1048576.");
+    throw InvalidArgument(
+        "cache_block_seq_len",
+        "is " + std::to_string(length) + ". It must be a power of two from 16 to 1048576.");
   }
   if (config.head_dim < 1 || config.head_dim > 4096) {
-    throw InvalidArgument("head_dim is " + std::to_string(config.head_dim) +
-                          ". It must be 1 to 4096.");
+    throw InvalidArgument("head_dim",
+                          "is " + std::to_string(config.head_dim) + ". It must be 1 to 4096.");
   }
   if (config.kv_heads < 1 || config.kv_heads > 65536) {
     throw InvalidArgument("The number of KV heads is " + std::to_string(config.kv_heads) +

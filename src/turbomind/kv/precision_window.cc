@@ -13,8 +13,8 @@ constexpr int kLimit = 4096;
 
 void RequireTokens(const char* field, const char* flag, int got) {
   if (got < 0 || got > kLimit || got % kGranularity != 0) {
-    throw InvalidArgument(std::string(field) + " is " + std::to_string(got) +
-                          " but must be a multiple of 64 from 0 to 4096 (" + flag + ")");
+    throw InvalidArgument(field, "is " + std::to_string(got) +
+                                     " but must be a multiple of 64 from 0 to 4096 (" + flag + ")");
   }
 }
 

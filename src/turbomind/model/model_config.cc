@@ -21,14 +21,14 @@ constexpr int64_t kMaxExpertsOfModel = 65536;
 
 void RequireSize(const char* field, int64_t got, int64_t limit) {
   if (got < 1 || got > limit) {
-    throw InvalidArgument(std::string(field) + " is " + std::to_string(got) + ". It must be 1 to " +
-                          std::to_string(limit));
+    throw InvalidArgument(
+        field, "is " + std::to_string(got) + ". It must be 1 to " + std::to_string(limit));
   }
 }
 
-void Require(bool ok, const std::string& text) {
+void Require(bool ok, const std::string& field, const std::string& reason) {
   if (!ok) {
-    throw InvalidArgument(text);
+    throw InvalidArgument(field, reason);
   }
 }
 
@@ -37,10 +37,11 @@ void ValidateGroups(const MoeConfig& moe) {
   RequireSize("moe.top_groups", moe.top_groups, moe.num_groups);
   const int size = moe.num_experts / moe.num_groups;
   Require(moe.num_groups == 1 || (moe.num_experts % moe.num_groups == 0 && size >= 2),
-          "moe.num_groups is " + std::to_string(moe.num_groups) + ". It must divide the " +
+          "moe.num_groups",
+          "is " + std::to_string(moe.num_groups) + ". It must divide the " +
               std::to_string(moe.num_experts) + " experts into groups of at least 2.");
-  Require(moe.num_groups == 1 || moe.top_groups * size >= moe.top_k,
-          "moe.top_groups is " + std::to_string(moe.top_groups) +
+  Require(moe.num_groups == 1 || moe.top_groups * size >= moe.top_k, "moe.top_groups",
+          "is " + std::to_string(moe.top_groups) +
               ". The selected groups have fewer experts than moe.top_k (" +
               std::to_string(moe.top_k) + ").");
 }
@@ -48,8 +49,8 @@ void ValidateGroups(const MoeConfig& moe) {
 void ValidateMoe(const MoeConfig& moe, int num_layers) {
   const auto with_experts = std::ranges::count(moe.layers, uint8_t{1});
   if (moe.num_experts == 0) {
-    Require(with_experts == 0,
-            "moe.layers has layers with experts, but moe.num_experts is 0. Set moe.num_experts.");
+    Require(with_experts == 0, "moe.layers",
+            "has layers with experts, but moe.num_experts is 0. Set moe.num_experts.");
     return;
   }
   RequireSize("moe.num_experts", moe.num_experts, kMaxExperts);
@@ -57,20 +58,20 @@ void ValidateMoe(const MoeConfig& moe, int num_layers) {
   ValidateGroups(moe);
   RequireSize("moe.intermediate_size", moe.intermediate_size, kMaxWidth);
   const int shared = moe.shared_intermediate_size;
-  Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size is " +
-                                                  std::to_string(shared) + ". It must be 0 to " +
-                                                  std::to_string(kMaxWidth));
-  Require(moe.layers.size() == static_cast<size_t>(num_layers),
-          "moe.layers has " + std::to_string(moe.layers.size()) +
-              " entries. It must have one per layer (" + std::to_string(num_layers) + ")");
+  Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size",
+          "is " + std::to_string(shared) + ". It must be 0 to " + std::to_string(kMaxWidth));
+  Require(moe.layers.size() == static_cast<size_t>(num_layers), "moe.layers",
+          "has " + std::to_string(moe.layers.size()) + " entries. It must have one per layer (" +
+              std::to_string(num_layers) + ")");
   for (const uint8_t layer : moe.layers) {
-    Require(layer <= 1, "moe.layers contains " + std::to_string(layer) +
-                            ". Each entry must be 1 (experts) or 0 (dense feed-forward).");
+    Require(layer <= 1, "moe.layers",
+            "contains " + std::to_string(layer) +
+                ". Each entry must be 1 (experts) or 0 (dense feed-forward).");
   }
   const int64_t experts = with_experts * moe.num_experts;
-  Require(experts <= kMaxExpertsOfModel, "moe.num_experts gives " + std::to_string(experts) +
-                                             " experts in all layers. Use at most " +
-                                             std::to_string(kMaxExpertsOfModel));
+  Require(experts <= kMaxExpertsOfModel, "moe.num_experts",
+          "gives " + std::to_string(experts) + " experts in all layers. Use at most " +
+              std::to_string(kMaxExpertsOfModel));
 }
 
 }  // namespace
@@ -91,8 +92,8 @@ QueryScaling ModelConfig::QueryScalingOf(int layer) const {
 namespace {
 
 void RequireFactor(const char* field, float got, bool may_be_zero) {
-  Require(std::isfinite(got) && (got > 0.f || (may_be_zero && got == 0.f)),
-          std::string(field) + " is " + std::to_string(got) + ". It must be positive" +
+  Require(std::isfinite(got) && (got > 0.f || (may_be_zero && got == 0.f)), field,
+          "is " + std::to_string(got) + ". It must be positive" +
               (may_be_zero ? ", or 0 for none." : "."));
 }
 
@@ -106,42 +107,43 @@ void ValidateFactors(const ModelConfig& model) {
   RequireFactor("query_scaling.beta", model.query_scaling.beta, true);
   RequireSize("query_scaling.length", model.query_scaling.length, kMaxPosition);
   Require(model.query_scaling.offset >= 0 && model.query_scaling.offset <= kMaxPosition,
-          "query_scaling.offset is " + std::to_string(model.query_scaling.offset) +
-              ". It must be 0 to " + std::to_string(kMaxPosition) + ".");
+          "query_scaling.offset",
+          "is " + std::to_string(model.query_scaling.offset) + ". It must be 0 to " +
+              std::to_string(kMaxPosition) + ".");
 }
 
 void ValidateStructure(const ModelConfig& model) {
   const NormConfig& norm = model.norm;
-  Require(norm.inputs || norm.outputs,
-          "norm.inputs and norm.outputs are false. At least one must be true.");
-  Require(!model.parallel || norm.inputs,
-          "parallel is true and norm.inputs is false. A parallel layer needs norm.inputs.");
-  Require(model.gated || model.activation != Activation::kClampedSwiglu,
-          "gated is false. It must be true with the activation clamped_swiglu.");
-  Require(!norm.qk_unit || !norm.qk_all_heads,
-          "norm.qk_unit and norm.qk_all_heads are true. At most one may be true.");
-  Require(model.gated || model.moe.num_experts == 0,
-          "gated is false. It must be true in a model with experts.");
+  Require(norm.inputs || norm.outputs, "norm.inputs",
+          "and norm.outputs are false. At least one must be true.");
+  Require(!model.parallel || norm.inputs, "parallel",
+          "is true and norm.inputs is false. A parallel layer needs norm.inputs.");
+  Require(model.gated || model.activation != Activation::kClampedSwiglu, "gated",
+          "is false. It must be true with the activation clamped_swiglu.");
+  Require(!norm.qk_unit || !norm.qk_all_heads, "norm.qk_unit",
+          "and norm.qk_all_heads are true. At most one may be true.");
+  Require(model.gated || model.moe.num_experts == 0, "gated",
+          "is false. It must be true in a model with experts.");
 }
 
 void ValidateRopes(const ModelConfig& model) {
   constexpr size_t kMaxRopes = 16;
-  Require(!model.ropes.empty() && model.ropes.size() <= kMaxRopes,
-          "ropes has " + std::to_string(model.ropes.size()) + " entries. It must have 1 to " +
+  Require(!model.ropes.empty() && model.ropes.size() <= kMaxRopes, "ropes",
+          "has " + std::to_string(model.ropes.size()) + " entries. It must have 1 to " +
               std::to_string(kMaxRopes));
   for (const RopeConfig& rope : model.ropes) {
     const RopeTable checked(rope);
-    Require(rope.kind == RopeKind::kNone || rope.dim <= model.head_dim,
-            "rope.dim is " + std::to_string(rope.dim) + ". It must be at most head_dim (" +
+    Require(rope.kind == RopeKind::kNone || rope.dim <= model.head_dim, "rope.dim",
+            "is " + std::to_string(rope.dim) + ". It must be at most head_dim (" +
                 std::to_string(model.head_dim) + ")");
   }
   const auto layers = static_cast<size_t>(model.num_layers);
-  Require(model.layer_ropes.empty() || model.layer_ropes.size() == layers,
-          "layer_ropes has " + std::to_string(model.layer_ropes.size()) +
+  Require(model.layer_ropes.empty() || model.layer_ropes.size() == layers, "layer_ropes",
+          "has " + std::to_string(model.layer_ropes.size()) +
               " entries. It must have one per layer (" + std::to_string(layers) + ")");
   for (const int index : model.layer_ropes) {
-    Require(index >= -1 && index < static_cast<int>(model.ropes.size()),
-            "layer_ropes contains " + std::to_string(index) +
+    Require(index >= -1 && index < static_cast<int>(model.ropes.size()), "layer_ropes",
+            "contains " + std::to_string(index) +
                 ". Each entry must be an index in ropes, or -1 for none.");
   }
 }
@@ -156,20 +158,20 @@ void ModelConfig::Validate() const {
   RequireSize("head_dim", head_dim, 1024);
   RequireSize("vocab_size", vocab_size, kMaxWidth);
   RequireSize("max_position", max_position, kMaxPosition);
-  Require(num_heads % num_kv_heads == 0, "num_heads is " + std::to_string(num_heads) +
-                                             ". It must be a multiple of num_kv_heads (" +
-                                             std::to_string(num_kv_heads) + ")");
-  Require(std::isfinite(norm_eps) && norm_eps >= 0.f,
-          "norm_eps is " + std::to_string(norm_eps) + ". It must be finite and at least 0.");
-  Require(std::isfinite(softmax_scale) && softmax_scale >= 0.f,
-          "softmax_scale is " + std::to_string(softmax_scale) +
+  Require(num_heads % num_kv_heads == 0, "num_heads",
+          "is " + std::to_string(num_heads) + ". It must be a multiple of num_kv_heads (" +
+              std::to_string(num_kv_heads) + ")");
+  Require(std::isfinite(norm_eps) && norm_eps >= 0.f, "norm_eps",
+          "is " + std::to_string(norm_eps) + ". It must be finite and at least 0.");
+  Require(std::isfinite(softmax_scale) && softmax_scale >= 0.f, "softmax_scale",
+          "is " + std::to_string(softmax_scale) +
               ". It must be positive, or 0 for 1 / sqrt(head_dim).");
-  Require(windows.size() == static_cast<size_t>(num_layers),
-          "windows has " + std::to_string(windows.size()) +
-              " entries. It must have one per layer (" + std::to_string(num_layers) + ")");
+  Require(windows.size() == static_cast<size_t>(num_layers), "windows",
+          "has " + std::to_string(windows.size()) + " entries. It must have one per layer (" +
+              std::to_string(num_layers) + ")");
   for (int window : windows) {
-    Require(window >= -kMaxPosition,
-            "windows contains " + std::to_string(window) +
+    Require(window >= -kMaxPosition, "windows",
+            "contains " + std::to_string(window) +
                 ". Each entry must be a number of tokens, 0 for full attention, or the negative "
                 "number of tokens of a chunk, at least -" +
                 std::to_string(kMaxPosition) + ".");
@@ -180,7 +182,7 @@ void ModelConfig::Validate() const {
   }
   Require(activation != Activation::kClampedSwiglu ||
               (std::isfinite(swiglu_limit) && swiglu_limit > 0.f),
-          "swiglu_limit is " + std::to_string(swiglu_limit) + ". It must be positive.");
+          "swiglu_limit", "is " + std::to_string(swiglu_limit) + ". It must be positive.");
   ValidateFactors(*this);
   ValidateStructure(*this);
   ValidateRopes(*this);

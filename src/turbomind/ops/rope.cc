@@ -62,8 +62,8 @@ void Yarn(const RopeConfig& config, std::vector<float>& inv_freq) {
 
 void Require(bool ok, const char* field, double got, const char* want) {
   if (!ok) {
-    throw InvalidArgument("rope." + std::string(field) + " is " + std::to_string(got) +
-                          ". It must be " + want);
+    throw InvalidArgument("rope." + std::string(field),
+                          "is " + std::to_string(got) + ". It must be " + want);
   }
 }
 

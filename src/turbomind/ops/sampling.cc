@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "turbomind/core/check.h"
 #include "turbomind/ops/row_math.h"
@@ -103,10 +104,10 @@ RowSampling MakeRowSampling(const SamplingParams& params, int64_t num_generated)
           .min_p = params.min_p};
 }
 
-// Returns an error for the first parameter out of range, or an empty string.
-std::string CheckParams(const SamplingParams& p) {
+// Returns the error of the first parameter out of range.
+std::optional<InvalidArgument> CheckParams(const SamplingParams& p) {
   const auto wrong = [](const char* name, float got, const char* want) {
-    return std::string(name) + " is " + std::to_string(got) + ". It must be " + want;
+    return InvalidArgument(name, "is " + std::to_string(got) + ". It must be " + want);
   };
   if (!(p.temperature >= 0.f) || std::isinf(p.temperature)) {
     return wrong("temperature", p.temperature, "finite and at least 0.");
@@ -121,15 +122,15 @@ std::string CheckParams(const SamplingParams& p) {
     return wrong("repetition_penalty", p.repetition_penalty, "finite and above 0.");
   }
   if (!std::isfinite(p.presence_penalty) || !std::isfinite(p.frequency_penalty)) {
-    return "presence_penalty and frequency_penalty must be finite.";
+    return InvalidArgument("presence_penalty", "and frequency_penalty must be finite.");
   }
-  return {};
+  return std::nullopt;
 }
 
 // Returns whether the row is needed only to sample a token, and its logits do not change first.
 bool NeedsOnlyToken(const SamplingRequest& request, int64_t num_generated) {
   return request.sampling.num_logprobs < 0 && request.token_mask == nullptr &&
-         !ChangesLogits(request, num_generated) && CheckParams(request.sampling).empty();
+         !ChangesLogits(request, num_generated) && !CheckParams(request.sampling);
 }
 
 }  // namespace
@@ -156,20 +157,21 @@ Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
   block_sums_.resize((size + kSumBlock - 1) / kSumBlock);
 }
 
-// Applies logit bias and penalties. Returns an error or an empty string.
-std::string Sampler::ApplyPenalties(const SampleInput& input) {
+// Applies logit bias and penalties.
+void Sampler::ApplyPenalties(const SampleInput& input) {
   const SamplingParams& params = input.request->sampling;
   for (const auto& [id, bias] : params.logit_bias) {
     if (id < 0 || id >= vocab_size_) {
-      return "logit_bias contains token id " + std::to_string(id) + ". It must be 0 to " +
-             std::to_string(vocab_size_ - 1);
+      throw InvalidArgument("logit_bias", "contains token id " + std::to_string(id) +
+                                              ". It must be 0 to " +
+                                              std::to_string(vocab_size_ - 1));
     }
     input.logits[id] += bias;
   }
   const bool repetition = params.repetition_penalty != 1.f;
   const bool additive = params.presence_penalty != 0.f || params.frequency_penalty != 0.f;
   if (!repetition && !additive) {
-    return {};
+    return;
   }
   counts_.resize(static_cast<size_t>(vocab_size_));
   // counts_[id] is 1 + the number of times generated, or 0 for a token not seen. The loop below
@@ -203,7 +205,9 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
     }
     count = 0;
   }
-  return error;
+  if (!error.empty()) {
+    throw InvalidArgument(error);
+  }
 }
 
 // Samples from softmax(logits / temperature) after filtering.
@@ -336,37 +340,28 @@ void Sampler::ApplyMasks(const SampleInput& input) const {
 SampleResult Sampler::Sample(const SampleInput& input) {
   SampleResult result;
   const SamplingParams& params = input.request->sampling;
-  const auto refuse = [&result](std::string error) {
-    result.error = std::move(error);
-    result.is_request_fault = !result.error.empty();
-    return result.is_request_fault;
-  };
-  if (refuse(CheckParams(params))) {
-    return result;
+  if (const auto fault = CheckParams(params)) {
+    throw *fault;
   }
   RowMax max = MaxLogit(input.logits, vocab_size_);
   if (!max.valid || max.value == kMasked) {
-    result.error = "The model computed NaN or infinite logits.";
-    return result;
+    throw std::runtime_error("The model computed NaN or infinite logits.");
   }
   const bool wants_logprobs = params.num_logprobs >= 0;
   if (wants_logprobs) {
     raw_.assign(input.logits, input.logits + vocab_size_);
   }
   if (ChangesLogits(*input.request, input.num_generated) || input.token_mask != nullptr) {
-    if (refuse(ApplyPenalties(input))) {
-      return result;
-    }
+    ApplyPenalties(input);
     ApplyMasks(input);
     max = MaxLogit(input.logits, vocab_size_);
   }
   if (!max.valid || max.value == kMasked) {
-    refuse(
+    throw InvalidArgument(
         max.valid
             ? "No token is allowed. Bad words, min_new_tokens and the grammar together exclude the "
               "whole vocabulary."
             : "The penalties or logit_bias made the logits NaN or infinite. Use smaller values.");
-    return result;
   }
   result.token = IsGreedy(params) ? FirstOf(input.logits, vocab_size_, max.value)
                                   : SampleRow(input.logits, max.value,

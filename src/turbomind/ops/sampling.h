@@ -23,13 +23,9 @@ struct SampleInput {
   const uint32_t* token_mask = nullptr;      // [ceil(vocab_size / 32)] allowed tokens; null: all
 };
 
-// The result of sampling. `error` is empty on success; otherwise token is -1 and the request must
-// end with kError.
 struct SampleResult {
   int32_t token = -1;
   TokenLogprobs logprobs;  // set if num_logprobs >= 0
-  std::string error;
-  bool is_request_fault = false;  // the request's options caused the error, not the model's logits
 };
 
 // Samples tokens. Steps in order: logit_bias; repetition penalty (prompt and generated, as in
@@ -44,6 +40,8 @@ class Sampler {
  public:
   explicit Sampler(int vocab_size);
 
+  // Throws InvalidArgument for wrong options of the request, and std::runtime_error if the model
+  // computed no numbers. The next row may be sampled after an error.
   SampleResult Sample(const SampleInput& input);
 
  private:
@@ -52,7 +50,7 @@ class Sampler {
     float weight;  // exp of the scaled logit; the highest is 1
   };
 
-  std::string ApplyPenalties(const SampleInput& input);
+  void ApplyPenalties(const SampleInput& input);
   void ApplyMasks(const SampleInput& input) const;
   void FillWeights(const float* logits, float max_logit, float inverse);
   double SumBlocks(float min_p);

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "turbomind/core/members.h"
+
 namespace turbomind {
 
 // Names, meaning and defaults match lmdeploy.GenerationConfig.
@@ -21,21 +23,12 @@ struct SamplingParams {
   int num_logprobs = -1;  // -1: none; 0: the sampled token; n: also the n most likely tokens
   std::vector<std::pair<int32_t, float>> logit_bias;
 
-  // Calls visit(name, pointer to member) for every member. Python sees them under these names.
-  template <class Visit>
-  static void ForEachMember(Visit visit) {
-    visit("do_sample", &SamplingParams::do_sample);
-    visit("temperature", &SamplingParams::temperature);
-    visit("top_k", &SamplingParams::top_k);
-    visit("top_p", &SamplingParams::top_p);
-    visit("min_p", &SamplingParams::min_p);
-    visit("repetition_penalty", &SamplingParams::repetition_penalty);
-    visit("presence_penalty", &SamplingParams::presence_penalty);
-    visit("frequency_penalty", &SamplingParams::frequency_penalty);
-    visit("seed", &SamplingParams::seed);
-    visit("num_logprobs", &SamplingParams::num_logprobs);
-    visit("logit_bias", &SamplingParams::logit_bias);
-  }
+  // All of them. Python sees them under their names.
+  using Members = MemberList<&SamplingParams::do_sample, &SamplingParams::temperature,
+                             &SamplingParams::top_k, &SamplingParams::top_p, &SamplingParams::min_p,
+                             &SamplingParams::repetition_penalty, &SamplingParams::presence_penalty,
+                             &SamplingParams::frequency_penalty, &SamplingParams::seed,
+                             &SamplingParams::num_logprobs, &SamplingParams::logit_bias>;
 };
 
 // Writes the tokens allowed at the next position as a bitmask of [ceil(vocab / 32)] words: token i

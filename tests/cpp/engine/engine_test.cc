@@ -179,11 +179,14 @@ TEST_CASE("a failing token mask ends only its own request") {
   };
   auto nothing = MakeRequest(3, RandomPrompt(3, 20), 20);
   nothing->token_mask = [](const auto&, auto&) { return true; };
+  auto wrong = MakeRequest(5, RandomPrompt(5, 20), 20);
+  wrong->sampling.top_p = 2.f;
+  engine->Submit(wrong);
   engine->Submit(broken);
   engine->Submit(only_five);
   engine->Submit(nothing);
   engine->Submit(MakeRequest(4, RandomPrompt(4, 20), 20));
-  auto outputs = Collect(*engine, 4);
+  auto outputs = Collect(*engine, 5);
   CHECK(outputs[1].finish_reason == FinishReason::kError);
   CHECK(outputs[1].error == "token_mask: no such rule");
   CHECK_FALSE(outputs[1].is_request_fault);
@@ -192,6 +195,9 @@ TEST_CASE("a failing token mask ends only its own request") {
   CHECK(outputs[2].tokens == std::vector<int32_t>(4, 5));
   CHECK(outputs[3].finish_reason == FinishReason::kError);
   CHECK(outputs[3].is_request_fault);
+  CHECK(outputs[3].error_field.empty());
+  CHECK(outputs[5].is_request_fault);
+  CHECK(outputs[5].error_field == "top_p");
   CHECK(outputs[4].finish_reason == FinishReason::kLength);
   CHECK(engine->healthy());
   engine->ClearPrefixCache();

@@ -336,6 +336,7 @@ inline std::map<uint64_t, RequestOutput> Collect(Engine& engine, size_t num_requ
       all.cached_tokens = piece.cached_tokens;
       all.error = piece.error;
       all.is_request_fault = piece.is_request_fault;
+      all.error_field = piece.error_field;
       num_finished += piece.finish_reason != FinishReason::kNone ? 1 : 0;
     }
   }

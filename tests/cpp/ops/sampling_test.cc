@@ -9,9 +9,11 @@
 #include <map>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "turbomind/core/check.h"
 #include "turbomind/ops/row_math.h"
 #include "turbomind/ops/sampling_math.h"
 
@@ -43,6 +45,17 @@ SampleResult Sample(const std::vector<float>& logits, const Request& request,
   return sampler.Sample(input);
 }
 
+// Returns the field of the InvalidArgument that sampling throws.
+std::string WrongField(const std::vector<float>& logits, const Request& request) {
+  try {
+    Sample(logits, request);
+  } catch (const InvalidArgument& error) {
+    CHECK(std::string(error.what()).find(error.field() + " ") == 0);
+    return error.field();
+  }
+  return "nothing is wrong";
+}
+
 std::vector<float> RandomLogits(int n, uint32_t seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal(0.f, 3.f);
@@ -60,7 +73,6 @@ std::map<int32_t, int> Samples(const std::vector<float>& logits, Request& reques
   for (int seed = 0; seed < count; ++seed) {
     request.sampling.seed = static_cast<uint64_t>(seed);
     const SampleResult result = Sample(logits, request);
-    REQUIRE(result.error == "");
     ++counts[result.token];
   }
   return counts;
@@ -456,8 +468,7 @@ TEST_CASE("penalties and logit_bias change the logits") {
     request.sampling.logit_bias = {{2, 10.f}, {0, -1.f}};
     CHECK(Sample(logits, request).token == 2);
     request.sampling.logit_bias = {{4, 1.f}};
-    CHECK(Sample(logits, request).error.find("logit_bias") == 0);
-    CHECK(Sample(logits, request).is_request_fault);
+    CHECK(WrongField(logits, request) == "logit_bias");
   }
   SUBCASE("a failed row leaves clean scratch for the next row") {
     request.sampling.repetition_penalty = 2.f;
@@ -465,7 +476,7 @@ TEST_CASE("penalties and logit_bias change the logits") {
     std::vector<float> row = logits;
     const std::vector<int32_t> bad = {0, 1, 77};
     SampleInput input{row.data(), &request, bad.data(), 3, 1, nullptr};
-    CHECK(sampler.Sample(input).error != "");
+    CHECK_THROWS_AS(sampler.Sample(input), InvalidArgument);
     const std::vector<int32_t> none;
     row = logits;
     input = {row.data(), &request, none.data(), 0, 0, nullptr};
@@ -494,12 +505,13 @@ TEST_CASE("bad sequences, early stops and the mask exclude tokens") {
     const std::vector<uint32_t> mask = {0b11101001};
     CHECK(Sample(logits, request, {}, &mask).token == 3);
     const std::vector<uint32_t> nothing = {0};
-    CHECK(Sample(logits, request, {}, &nothing).error.find("No token is allowed") == 0);
-    CHECK(Sample(logits, request, {}, &nothing).is_request_fault);
+    CHECK_THROWS_WITH_AS(Sample(logits, request, {}, &nothing),
+                         doctest::Contains("No token is allowed"), InvalidArgument);
   }
 }
 
-TEST_CASE("NaN and infinite logits end the request with an error") {
+TEST_CASE("NaN and infinite logits are errors, but not of the request") {
+  const char* const kNoNumbers = "The model computed NaN or infinite logits.";
   for (bool do_sample : {false, true}) {
     for (float poison : {kNaN, -kNaN, kInf}) {
       for (size_t at : {size_t{0}, size_t{40}, size_t{99}}) {
@@ -507,34 +519,30 @@ TEST_CASE("NaN and infinite logits end the request with an error") {
         logits[at] = poison;
         Request request;
         request.sampling.do_sample = do_sample;
-        const SampleResult result = Sample(logits, request);
-        CHECK(result.token == -1);
-        CHECK(result.error == "The model computed NaN or infinite logits.");
-        CHECK_FALSE(result.is_request_fault);
+        CHECK_THROWS_WITH_AS(Sample(logits, request), kNoNumbers, std::runtime_error);
       }
     }
   }
   std::vector<float> logits = RandomLogits(100, 5);
   logits[3] = -kInf;  // a model may mask tokens itself
-  CHECK(Sample(logits, Request()).error == "");
-  const SampleResult masked = Sample(std::vector<float>(100, -kInf), Request());
-  CHECK(masked.error == "The model computed NaN or infinite logits.");
-  CHECK_FALSE(masked.is_request_fault);
+  CHECK_NOTHROW(Sample(logits, Request()));
+  CHECK_THROWS_WITH_AS(Sample(std::vector<float>(100, -kInf), Request()), kNoNumbers,
+                       std::runtime_error);
 }
 
 TEST_CASE("parameters out of range are errors") {
-  const auto error = [](const std::function<void(SamplingParams&)>& set) {
+  const auto wrong = [](const std::function<void(SamplingParams&)>& set) {
     Request request;
     request.sampling.do_sample = true;
     set(request.sampling);
-    return Sample(RandomLogits(10, 6), request).error;
+    return WrongField(RandomLogits(10, 6), request);
   };
-  CHECK(error([](SamplingParams& p) { p.temperature = kNaN; }).find("temperature") == 0);
-  CHECK(error([](SamplingParams& p) { p.temperature = -1.f; }).find("temperature") == 0);
-  CHECK(error([](SamplingParams& p) { p.top_p = 1.5f; }).find("top_p") == 0);
-  CHECK(error([](SamplingParams& p) { p.min_p = kNaN; }).find("min_p") == 0);
-  CHECK(error([](SamplingParams& p) { p.repetition_penalty = 0.f; }).find("repetition") == 0);
-  CHECK(error([](SamplingParams& p) { p.presence_penalty = kInf; }).find("presence") == 0);
+  CHECK(wrong([](SamplingParams& p) { p.temperature = kNaN; }) == "temperature");
+  CHECK(wrong([](SamplingParams& p) { p.temperature = -1.f; }) == "temperature");
+  CHECK(wrong([](SamplingParams& p) { p.top_p = 1.5f; }) == "top_p");
+  CHECK(wrong([](SamplingParams& p) { p.min_p = kNaN; }) == "min_p");
+  CHECK(wrong([](SamplingParams& p) { p.repetition_penalty = 0.f; }) == "repetition_penalty");
+  CHECK(wrong([](SamplingParams& p) { p.presence_penalty = kInf; }) == "presence_penalty");
 }
 
 TEST_CASE("log-probabilities are those of the model's logits before filters") {

@@ -30,7 +30,7 @@ from lmdeploy.checkpoint.files.tensor_file import (
 from lmdeploy.checkpoint.load import LoadedWeights, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.engine import model_files
-from lmdeploy.engine.load import load_engine
+from lmdeploy.engine.load import TextOptions, load_engine
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.gguf_config import check_window_pattern
 
@@ -106,7 +106,8 @@ def test_load_engine_opens_gguf_file_once(good: Path, monkeypatch: pytest.Monkey
             super().__init__(path)
 
     monkeypatch.setattr(gguf_checkpoint, "GgufFile", Counted)
-    load_engine(str(good), SMALL, progress=False).cpp_engine.close()
+    _, running = load_engine(str(good), SMALL, progress=False)
+    running.core.close()
     assert opened == [good]
 
 
@@ -122,9 +123,9 @@ def test_load_engine_closed_engine_frees_its_weights(
         return model
 
     monkeypatch.setattr(model_files.ModelFiles, "load", watched)
-    parts = load_engine(str(good), SMALL, progress=False)
-    parts.on_close()
-    parts.cpp_engine.close()
+    _, running = load_engine(str(good), SMALL, progress=False)
+    running.on_close()
+    running.core.close()
     gc.collect()
     assert loaded[0]() is None
 
@@ -138,9 +139,9 @@ def test_load_engine_bad_template_is_rejected_before_loading(
     monkeypatch.setattr(model_files, "load_weights", load)
     bad = tmp_path / "bad.jinja"
     bad.write_text("{% if %}")
-    config = ChatTemplateConfig("custom", model_path=str(bad))
+    options = TextOptions(ChatTemplateConfig("custom", model_path=str(bad)))
     with pytest.raises(ModelFormatError, match=r"bad\.jinja"):
-        load_engine(str(good), SMALL, chat_template_config=config, progress=False)
+        load_engine(str(good), SMALL, options=options, progress=False)
     with pytest.raises(AssertionError, match="weights are read"):
         load_engine(str(good), SMALL, progress=False)
 

@@ -128,12 +128,12 @@ def test_weight_cache_of_parts_is_used_until_a_part_changes(
 def test_load_engine_of_a_tag_serves_and_restarts(parts: list[Path]) -> None:
     config = TurbomindEngineConfig(session_len=64, max_batch_size=1, num_threads=1)
     config.cache_max_entry_count = 4
-    loaded = load_engine(f"{parts[0].parent}:q8_0", config, progress=False)
-    loaded.on_close()
-    loaded.cpp_engine.close()
+    _, running = load_engine(f"{parts[0].parent}:q8_0", config, progress=False)
+    running.on_close()
+    running.core.close()
     parts[2].touch()
     with pytest.raises(ModelFormatError, match="files of the model have changed"):
-        loaded.restart()
+        running.restart()
 
 
 def test_missing_parts_are_rejected_by_name(parts: list[Path]) -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint import fingerprint, load, weight_cache, weight_cache_file
-from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
+from lmdeploy.base.errors import EngineFailure
+from lmdeploy.engine.async_engine import AsyncEngine
 
 model, file = sys.argv[1:]
 

@@ -184,13 +184,13 @@ def test_pipeline_restart_keeps_the_format(llama: Path) -> None:
         weight_format="int8", session_len=64, max_batch_size=1, num_threads=1
     )
     config.cache_max_entry_count = 4
-    loaded = load_engine(str(llama), config, progress=False)
-    loaded.on_close()
-    loaded.cpp_engine.close()
-    core = loaded.restart()
-    core.on_close()
-    core.cpp_engine.close()
-    assert loaded.cache_identity()["weights"] == parse_weight_format("int8")
+    _, running = load_engine(str(llama), config, progress=False)
+    running.on_close()
+    running.core.close()
+    core, on_close = running.restart()
+    on_close()
+    core.close()
+    assert running.cache_identity()["weights"] == parse_weight_format("int8")
 
 
 def test_quantized_checkpoints_are_rejected(tmp_path: Path) -> None:

@@ -70,10 +70,10 @@ def test_talk_reports_an_answer_cut_by_session_len():
     lines = iter(["hello", "/exit"])
     out = io.StringIO()
     engine = make_engine(lambda _: "a" * 2000, session_len=64)
-    engine.loaded.sampling["top_k"] = 7
+    engine.text.sampling["top_k"] = 7
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-        assert engine.loaded.cpp_engine.requests[0].top_k == 7  # the model's own sampling
+        assert engine.running.core.requests[0].top_k == 7  # the model's own sampling
     assert (
         "[incomplete: " in out.getvalue()
         and "start a new conversation with /clear" in out.getvalue()
@@ -106,7 +106,7 @@ def test_talk_ends_at_words_that_leave(word):
     engine = make_engine()
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=io.StringIO()), read=lambda: next(lines))
-    assert next(lines) == "never read" and not engine.loaded.cpp_engine.requests
+    assert next(lines) == "never read" and not engine.running.core.requests
 
 
 def test_talk_answers_wrong_commands_and_sends_paths_to_the_model():
@@ -204,11 +204,11 @@ def test_sampling_flags_reach_the_engine_over_the_models_defaults():
     lines = iter(["hello", "/exit"])
     out = io.StringIO()
     engine = make_engine()
-    engine.loaded.sampling |= {"do_sample": False, "top_k": 40}
+    engine.text.sampling |= {"do_sample": False, "top_k": 40}
     with Pipeline("fake", engine=engine) as pipeline:
         console = Console(file=out, width=200)
         talk(pipeline, console, read=lambda: next(lines), options=options)
-        sent = engine.loaded.cpp_engine.requests[0]
+        sent = engine.running.core.requests[0]
     values = (sent.temperature, sent.top_p, sent.top_k, sent.min_p, sent.repetition_penalty)
     assert values == pytest.approx((0.5, 0.9, 3, 0.1, 1.2))
     assert (sent.max_new_tokens, sent.seed) == (5, 7)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import make_engine
+from fake_engine import make_parts
 
 from lmdeploy import GenerationConfig, TurbomindEngineConfig
 from lmdeploy.cli.engine_flags import FLAGS_WITHOUT_EFFECT, UNSUPPORTED_FLAGS, engine_config
@@ -287,7 +287,7 @@ def test_api_server_hub_address_is_served_by_its_name(monkeypatch: pytest.Monkey
     import lmdeploy.engine.load as load
 
     names: list[str] = []
-    monkeypatch.setattr(load, "load_engine_with", lambda *_, **__: make_engine().loaded)
+    monkeypatch.setattr(load, "load_engine", lambda *_, **__: make_parts())
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
     monkeypatch.setattr(
         server, "format_line", lambda _, options: names.append(options.model_name) or ""

@@ -11,8 +11,8 @@ import pytest
 from fake_engine import EOS, FakeTextStream, FakeTokenizer, make_engine
 
 from lmdeploy import GenerationConfig
+from lmdeploy.base.errors import EngineFailure
 from lmdeploy.chat.formats.base import AnswerStart
-from lmdeploy.engine.async_engine import EngineFailure
 from lmdeploy.engine.kv_quality import cache_line
 from lmdeploy.engine.load import _eos_ids
 from lmdeploy.response import Response
@@ -26,7 +26,7 @@ def test_submit_begins_text_only_for_a_new_chat_answer(monkeypatch):
         begun.append(begins_text)
         return FakeTextStream(skip_special)
 
-    monkeypatch.setattr(engine.loaded.tokenizer, "stream", stream, raising=False)
+    monkeypatch.setattr(engine.text.tokenizer, "stream", stream, raising=False)
 
     async def run():
         for start in (None, AnswerStart()):
@@ -63,7 +63,7 @@ async def test_generate_clipped_values_log_one_warning(engine, caplog):
     with caplog.at_level(logging.WARNING, logger="lmdeploy"):
         await collect(engine, "a")
         assert not caplog.records
-        engine.loaded.cpp_engine.clipped = ((0, 3), (128, 4))
+        engine.running.core.clipped = ((0, 3), (128, 4))
         await collect(engine, "a")
         await collect(engine, "a")
         engine.close()
@@ -178,23 +178,23 @@ async def test_submit_space_dropped_by_decoding_adds_no_stop_sequence(engine):
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     backend.add_special_tokens([AddedToken("</s>", special=True)])
-    engine.loaded.tokenizer = OurTokenizer(backend, eos_ids=[0])
+    engine.text.tokenizer = OurTokenizer(backend, eos_ids=[0])
     config = GenerationConfig(stop_words=[" a", "</s>", "a</s>"])
     (await engine.submit([1], config)).close()
-    assert engine.loaded.cpp_engine.requests[-1].stop_sequences == [[0]]
+    assert engine.running.core.requests[-1].stop_sequences == [[0]]
 
 
 async def test_generate_stop_word_cancels_the_request():
     engine = make_engine(lambda _: "one two three " * 50, step_seconds=0.001)
     answer = await collect(engine, "x", GenerationConfig(stop_words=["two"]))
     assert (answer.text, answer.finish_reason) == ("one ", "stop")
-    assert engine.loaded.cpp_engine.cancelled
+    assert engine.running.core.cancelled
     engine.close()
 
 
 async def test_submit_template_stop_words_apply_to_chats_only():
     engine = make_engine(lambda _: "one two three")
-    engine.loaded.chat_template.stop_words = ["two"]
+    engine.text.chat_template.stop_words = ["two"]
     config = GenerationConfig(stop_words=[f"word {i}" for i in range(256)])  # the maximum number
     for start, text in ((AnswerStart(), "one "), (None, "one two three")):
         stream = await engine.submit([1], config, start=start)
@@ -208,13 +208,13 @@ async def test_generate_closed_or_cancelled_stream_cancels_the_request():
     stream = engine.generate([1])
     await anext(stream)
     await stream.aclose()
-    assert engine.loaded.cpp_engine.cancelled == [1]
+    assert engine.running.core.cancelled == [1]
     task = asyncio.create_task(collect(engine, "x"))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert engine.loaded.cpp_engine.cancelled == [1, 2]
+    assert engine.running.core.cancelled == [1, 2]
     engine.close()
 
 
@@ -250,7 +250,7 @@ async def test_submit_prompt_of_session_len_is_accepted_without_new_tokens(engin
 
 async def test_submit_limits_new_tokens_to_the_remaining_session(engine):
     await collect(engine, "x" * 500, GenerationConfig(max_new_tokens=5000))
-    assert engine.loaded.cpp_engine.requests[-1].max_new_tokens == 12
+    assert engine.running.core.requests[-1].max_new_tokens == 12
 
 
 async def test_submit_sampling_fields_reach_the_request(engine):
@@ -265,21 +265,21 @@ async def test_submit_sampling_fields_reach_the_request(engine):
         priority=-3,
     )
     stream = await engine.submit([1], config, index=1)
-    request = engine.loaded.cpp_engine.requests[-1]
+    request = engine.running.core.requests[-1]
     assert (request.do_sample, request.temperature, request.top_k) == (True, 0.5, 7)
     assert request.seed == 0 and request.logit_bias == [(5, -1.0)]
     assert request.bad_sequences == [[9], [ord("q")], [ord(" "), ord("q")]]
     assert request.eos_ids == [EOS] and request.priority == -3
     stream.close()
     await collect(engine, "x", GenerationConfig(do_sample=True, temperature=0.0))
-    assert engine.loaded.cpp_engine.requests[-1].do_sample is False
+    assert engine.running.core.requests[-1].do_sample is False
 
 
 async def test_generate_engine_failure_ends_all_streams():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.001)
     tasks = [asyncio.create_task(collect(engine, "x")) for _ in range(3)]
     await asyncio.sleep(0.02)
-    engine.loaded.cpp_engine.fail("out of luck")
+    engine.running.core.fail("out of luck")
     for task in tasks:
         with pytest.raises(EngineFailure, match="out of luck"):
             await asyncio.wait_for(task, 5)
@@ -289,15 +289,15 @@ async def test_generate_engine_failure_ends_all_streams():
     engine.close()
 
 
-def wait_fails(cpp_engine):
+def wait_fails(core):
     def wait_outputs(timeout_ms):
         raise MemoryError("no room for outputs")
 
-    cpp_engine.wait_outputs = wait_outputs
+    core.wait_outputs = wait_outputs
 
 
-def output_is_wrong(cpp_engine):
-    cpp_engine.wait_outputs = lambda timeout_ms: ["no room for outputs"]
+def output_is_wrong(core):
+    core.wait_outputs = lambda timeout_ms: ["no room for outputs"]
 
 
 @pytest.mark.parametrize("break_core", [wait_fails, output_is_wrong])
@@ -305,7 +305,7 @@ async def test_async_engine_that_cannot_deliver_outputs_fails(break_core):
     engine = make_engine(lambda _: "a" * 30_000, step_seconds=0.001, session_len=40_000)
     task = asyncio.create_task(collect(engine, "x"))
     await asyncio.sleep(0.02)
-    break_core(engine.loaded.cpp_engine)
+    break_core(engine.running.core)
     with pytest.raises(EngineFailure, match="The engine has failed: "):
         await asyncio.wait_for(task, 5)
     assert not engine.healthy
@@ -314,7 +314,7 @@ async def test_async_engine_that_cannot_deliver_outputs_fails(break_core):
         "'str' object has no attribute 'finish_reason'",
     )
     engine._drain_thread.join(5)
-    assert engine.loaded.cpp_engine.cancelled == [1]
+    assert engine.running.core.cancelled == [1]
     with pytest.raises(EngineFailure, match="The engine has failed: "):
         await asyncio.wait_for(collect(engine, "x"), 5)
     engine.close()
@@ -333,17 +333,17 @@ def test_close_interrupted_can_be_repeated(monkeypatch):
     monkeypatch.setattr(engine._drain_thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert not engine.healthy and not engine.loaded.cpp_engine.closed
+    assert not engine.healthy and not engine.running.core.closed
     engine.close()
     engine.close()
-    assert len(calls) == 2 and engine.loaded.cpp_engine.closed
+    assert len(calls) == 2 and engine.running.core.closed
     assert engine.failure == "The engine is closed."
 
 
 def test_close_second_call_waits_for_the_first():
     engine = make_engine()
     released = threading.Event()
-    engine.loaded.on_close = released.wait
+    engine.running.on_close = released.wait
     threads = [threading.Thread(target=engine.close, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -353,7 +353,7 @@ def test_close_second_call_waits_for_the_first():
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
-    assert engine.loaded.cpp_engine.closed
+    assert engine.running.core.closed
 
 
 def test_eos_ids_outside_the_vocabulary_are_ignored_with_a_warning(caplog):
@@ -387,9 +387,9 @@ def test_cache_line_describes_the_kv_cache(engine):
 
 
 def test_cache_line_compares_only_other_caches_with_16_bit(engine):
-    plan = engine.loaded.cpp_engine.memory_plan()
+    plan = engine.running.core.memory_plan()
     plan.session_bytes = plan.session_bytes_none
-    kv = engine.loaded.kv
+    kv = engine.running.kv
     assert cache_line(kv, plan, session_len=512).endswith("a session of 512 tokens takes 0.1 MiB")
     plan.session_bytes = 2 * plan.session_bytes_none
     assert ", 2.00x as much as in 16 bit (300" in cache_line(kv, plan, session_len=512)
@@ -399,13 +399,13 @@ def test_submit_prepares_stop_words_outside_the_event_loop():
     async def run():
         engine = make_engine()
         threads = []
-        encode = engine.loaded.tokenizer.encode
+        encode = engine.text.tokenizer.encode
 
         def spy(text, add_special=True):
             threads.append(threading.current_thread())
             return encode(text, add_special)
 
-        engine.loaded.tokenizer.encode = spy
+        engine.text.tokenizer.encode = spy
         config = GenerationConfig(stop_words=["SAID", "<eos>"])
         stream = await engine.submit(list(b"x"), config)
         stream.close()

@@ -52,7 +52,7 @@ def test_engine_greedy_tokens_are_argmax_of_their_logits(mode: str) -> None:
     assert logits.shape == (8, VOCAB)
     assert tokens == logits.argmax(axis=1).tolist()
     assert outputs[-1].finish_reason == "length"
-    top = [entry.top[0][0] for output in outputs for entry in output.logprobs]
+    top = [top[0][0] for output in outputs for _, top in output.logprobs]
     assert top == tokens
     stats = engine.stats()
     assert stats.generated_tokens == 8

@@ -74,18 +74,18 @@ def test_device_auto_uses_the_cpu_and_logs_why(caplog: pytest.LogCaptureFixture)
 
 def test_start_lines_and_dry_run_say_so(llama: Path) -> None:
     assert any("int8 activations)" in line for line in dry_run_lines(str(llama), INT8))
-    loaded = load_engine(str(llama), INT8, progress=False)
+    _, running = load_engine(str(llama), INT8, progress=False)
     try:
-        assert loaded.gemm_input_dtype == "int8"
-        assert loaded.device_line.endswith(", 1 thread, int8 activations)")
+        assert running.gemm_input_dtype == "int8"
+        assert running.device_line.endswith(", 1 thread, int8 activations)")
     finally:
-        loaded.cpp_engine.close()
+        running.core.close()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_metrics_say_so(dtype: str) -> None:
     engine = make_engine()
-    engine.loaded.gemm_input_dtype = dtype
+    engine.running.gemm_input_dtype = dtype
     with serving(engine) as url:
         text = httpx.get(f"{url}/metrics").text
     assert f'lmdeploy:gemm_info{{gemm_input_dtype="{dtype}",model_name="m"}} 1.0' in text

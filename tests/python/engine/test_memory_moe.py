@@ -176,10 +176,10 @@ def test_load_engine_cache_leaves_room_for_experts(
     free = 64 << 20
     monkeypatch.setattr(devices, "free_memory_bytes", lambda: free)
     config = TurbomindEngineConfig(cache_max_entry_count=0.9, session_len=4096, max_batch_size=64)
-    parts = load.load_engine(str(big), config, progress=False)
+    _, running = load.load_engine(str(big), config, progress=False)
     try:
-        reserved = parts.cpp_engine.memory_plan().reserved_bytes
+        reserved = running.core.memory_plan().reserved_bytes
     finally:
-        parts.cpp_engine.close()
+        running.core.close()
     left = free - open_files(str(big)).info.mapped_bytes
     assert 0.8 * left < reserved <= 0.9 * left

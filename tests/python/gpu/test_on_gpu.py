@@ -166,6 +166,6 @@ def test_streams_with_aborts_leave_no_block_and_equal_single_answers(
         assert texts[1:4] == [reply["choices"][0]["text"] for reply in alone]
         assert sum(text is None for text in texts) == 13
         assert post(url, "/v1/completions", bodies[0]).status_code == 200
-        engine.loaded.cpp_engine.check_integrity()
+        engine.running.core.check_integrity()
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -77,12 +77,12 @@ def test_an_imported_prefix_is_a_hit_with_bit_equal_logits(folder: str, name: st
         with pytest.raises(ValueError, match="A stored block has"):
             pipe.import_prefix(damaged)
         assert pipe.import_prefix(blocks) == len(blocks.tokens) == NUM_TOKENS // 64 * 64
-        pipe.engine.loaded.cpp_engine.check_integrity()
+        pipe.engine.running.core.check_integrity()
         got = answer(pipe, ids)
         assert got.cached_tokens == hit > 0
         assert_equal(got, wanted)
         assert pipe.import_prefix(blocks) == len(blocks.tokens)  # everything is known
-        pipe.engine.loaded.cpp_engine.check_integrity()
+        pipe.engine.running.core.check_integrity()
 
 
 def test_longrope_shares_prefixes_only_among_sequences_of_one_choice(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_longrope_shares_prefixes_only_among_sequences_of_one_choice(tmp_path: P
     assert short is not None and long is not None and not np.allclose(short[0], long[0])
     with Pipeline(folder, replace(options, kv_store=f"file://{tmp_path}/store")) as pipe:
         for count in (6, 60, 6, 60):
-            pipe.engine.loaded.cpp_engine.check_integrity()
+            pipe.engine.running.core.check_integrity()
             assert_equal(answer(pipe, ids, count), wanted[count])
         assert answer(pipe, ids).cached_tokens == answer(pipe, ids, 60).cached_tokens == 256
         assert_equal(answer(pipe, longer), fresh(longer))
         assert answer(pipe, longer).cached_tokens >= 256
         assert len(pipe.export_prefix(ids).tokens) == 256
-        traffic = pipe.engine.loaded.kv_traffic
+        traffic = pipe.engine.running.traffic
         assert traffic is not None and traffic.drain(20)
     with Pipeline(folder, replace(options, kv_store=f"file://{tmp_path}/store")) as pipe:
         for count in (60, 6):
@@ -161,16 +161,16 @@ def test_a_prompt_survives_a_restart(folder: str, name: str, url: str, tmp_path:
     ids = prompt(2)
     with Pipeline(folder, options) as pipe:
         wanted = answer(pipe, ids)
-        traffic = pipe.engine.loaded.kv_traffic
+        traffic = pipe.engine.running.traffic
         assert traffic is not None and traffic.drain(20)
         assert traffic.stats.written_blocks == NUM_TOKENS // 64
     with Pipeline(folder, options) as pipe:
         got = answer(pipe, ids)
-        traffic = pipe.engine.loaded.kv_traffic
+        traffic = pipe.engine.running.traffic
         assert traffic is not None and traffic.stats.hits > 0
         assert got.cached_tokens > 0
         assert_equal(got, wanted)
-        pipe.engine.loaded.cpp_engine.check_integrity()
+        pipe.engine.running.core.check_integrity()
         shown = ServerMetrics(pipe.engine, "m").text().decode()
         hits = f'lmdeploy:kv_store_hits_total{{model_name="m"}} {float(traffic.stats.hits)}'
         assert hits in shown
@@ -180,7 +180,7 @@ def test_another_salt_or_secret_shares_nothing(folder: str, tmp_path: Path) -> N
     url, key = f"file://{tmp_path}/store", key_file(tmp_path)
     with Pipeline(folder, config(kv_store=url, kv_store_key=key)) as pipe:
         answer(pipe, prompt())
-        traffic = pipe.engine.loaded.kv_traffic
+        traffic = pipe.engine.running.traffic
         assert traffic is not None and traffic.drain(20)
     with Pipeline(folder, config(kv_store=url)) as pipe:  # a new secret beside the folder
         assert answer(pipe, prompt()).cached_tokens == 0

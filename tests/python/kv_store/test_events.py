@@ -120,7 +120,7 @@ def test_an_engine_publishes_the_life_of_its_cache(folder, tmp_path):
             else:
                 assert len(event["extra_keys"]) == len(event["block_hashes"])
                 assert event["extra_keys"][0] != ["tenant"]
-        pipe.engine.loaded.cpp_engine.clear_prefix_cache()
+        pipe.engine.running.core.clear_prefix_cache()
         while events[-1] != {"type": "AllBlocksCleared"}:
             events, _ = collect(socket, 1)
     socket.close()

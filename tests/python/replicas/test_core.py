@@ -9,12 +9,14 @@ import pytest
 from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, TurbomindEngineConfig
+from lmdeploy._turbomind import Request
 from lmdeploy.engine.async_engine import AsyncEngine
-from lmdeploy.engine.load import Core, TextOptions, load_engine_with
+from lmdeploy.engine.core import StartedCore
+from lmdeploy.engine.load import load_engine
 from lmdeploy.replicas import output_stream
 from lmdeploy.replicas.core import ReplicatedCore
 from lmdeploy.replicas.replica import EngineReplica
-from lmdeploy.replicas.transport import Output, StreamAddress, Submission, request_fields
+from lmdeploy.replicas.transport import StreamAddress, Submission, request_fields
 from lmdeploy.response import join_pieces
 
 PROMPT = list(range(3, 40))
@@ -128,7 +130,7 @@ class Fleet:
         kept = []
         while batch and self._limits[0] > 0:
             kept.append(batch.pop(0))
-            self._limits[0] -= len(kept[-1].tokens)
+            self._limits[0] -= len(kept[-1]["tokens"])
         is_last = self._limits[0] <= 0
         if is_last:
             self._limits.pop(0)
@@ -154,12 +156,9 @@ async def script(*items):
             yield item
 
 
-def new_request(replica, request_id, **fields):
-    request = replica._engine.loaded.new_request()
+def new_request(request_id, **fields):
     values = {"id": request_id, "prompt": PROMPT, "max_new_tokens": 100, "ignore_eos": True}
-    for name, value in (values | fields).items():
-        setattr(request, name, value)
-    return request
+    return Request.from_dict(values | fields)
 
 
 def wait_for_ends(core, count):
@@ -176,14 +175,7 @@ def wait_for_ends(core, count):
 def ask(folder, fleet, options, **core_options):
     """Return the response of an engine whose core is the fleet."""
     core = fleet.core(**core_options)
-    engine = AsyncEngine(
-        load_engine_with(
-            folder,
-            CONFIG,
-            options=TextOptions(),
-            start_core=lambda: Core(core, lambda: None),
-        )
-    )
+    engine = AsyncEngine(*load_engine(folder, CONFIG, start_core=lambda: StartedCore(core)))
 
     async def run():
         return join_pieces([chunk async for chunk in engine.generate(PROMPT, options)])
@@ -242,7 +234,7 @@ def test_requests_on_one_replica_share_a_stream_and_survive_its_loss(replica):
     def tokens_of(fleet):
         core = fleet.core()
         for i in range(3):
-            core.submit(new_request(replica, i, prompt=PROMPT[i:]))
+            core.submit(new_request(i, prompt=PROMPT[i:]))
         outputs = wait_for_ends(core, 3)
         core.close()
         return [[t for out in outputs if out.request_id == i for t in out.tokens] for i in range(3)]
@@ -257,7 +249,7 @@ def test_requests_on_one_replica_share_a_stream_and_survive_its_loss(replica):
 def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
     fleet = Fleet(replica, [4], failure=None)
     core = fleet.core()
-    core.submit(new_request(replica, 5))
+    core.submit(new_request(5))
     while not core.wait_outputs(100):
         pass
     core.cancel(5)
@@ -268,16 +260,25 @@ def test_a_cancelled_request_ends_and_reaches_the_replica(replica):
     core.close()
 
 
-@pytest.mark.parametrize("fields", [{"prompt": []}, {"grammar": "no grammar"}])
-def test_a_wrong_request_is_not_tried_again(replica, monkeypatch, fields):
+@pytest.mark.parametrize(
+    ("fields", "error_field"),
+    [
+        ({"prompt": []}, ""),
+        ({"stop_sequences": [[]]}, "stop_sequences"),
+        ({"grammar": "no grammar"}, "response_format"),
+        ({"top_p": 2.0}, "top_p"),
+    ],
+)
+def test_a_wrong_request_is_not_tried_again(replica, monkeypatch, fields, error_field):
     monkeypatch.setattr(
         "lmdeploy.replicas.core.request_fields", lambda request: request_fields(request) | fields
     )
     fleet = Fleet(replica, [])
     core = fleet.core()
-    core.submit(new_request(replica, 1))
+    core.submit(new_request(1))
     (output,) = wait_for_ends(core, 1)
     assert output.finish_reason == "error" and output.is_request_fault and output.error
+    assert output.error_field == error_field
     assert len(fleet.submissions) == 1
     core.close()
 
@@ -302,7 +303,7 @@ def test_requests_of_a_client_that_does_not_read_are_dropped(replica, monkeypatc
             await asyncio.wait_for(anext(call), 10)
         return replica._engine.forgotten
 
-    fields = request_fields(new_request(replica, 1))
+    fields = request_fields(new_request(1))
     monkeypatch.setattr(output_stream, "_TIMEOUT_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(replica, "_engine", Endless())
@@ -322,7 +323,7 @@ def scripted_core(generated, read):
 
 
 def last(attempt):
-    return Output(attempt, tokens=[attempt], finish_reason="length")
+    return {"request_id": attempt, "tokens": [attempt], "finish_reason": "length"}
 
 
 def test_a_lost_stream_is_not_read_again(replica):
@@ -330,8 +331,8 @@ def test_a_lost_stream_is_not_read_again(replica):
     calls = [[a, 60.0], [0.3, a, 60.0], [b, 60.0], [c, 60.0]]  # the second address arrives late
     reads = [[0.1, DEAD], [0.3, [last(2)], 60.0], [0.3, [last(3)], 60.0]]
     core, addresses = scripted_core(calls, reads)
-    core.submit(new_request(replica, 0))
-    core.submit(new_request(replica, 1))
+    core.submit(new_request(0))
+    core.submit(new_request(1))
     assert [output.tokens for output in wait_for_ends(core, 2)] == [[2], [3]]
     assert addresses == [a, b, c]
     core.close()
@@ -342,16 +343,16 @@ def test_a_call_that_ray_cancels_does_not_cancel_the_request(replica):
     calls = [[asyncio.CancelledError()], [a, 60.0], [b, 60.0]]
     reads = [[asyncio.CancelledError()], [[], [last(2)], 60.0]]
     core, _ = scripted_core(calls, reads)
-    core.submit(new_request(replica, 0))
+    core.submit(new_request(0))
     assert [output.finish_reason for output in wait_for_ends(core, 1)] == ["length"]
     core.close()
 
 
 def test_a_stream_is_read_by_one_call_after_another(replica):
     a = StreamAddress("r", "a")
-    output = Output(0, tokens=[5])
+    output = {"request_id": 0, "tokens": [5]}
     core, addresses = scripted_core([[a, 60.0]], [[[], [output]], [[]], [[last(0)], 60.0]])
-    core.submit(new_request(replica, 0))
+    core.submit(new_request(0))
     assert [output.tokens for output in wait_for_ends(core, 1)] == [[5], [0]]
     assert addresses == [a, a, a] and core.num_resumed == 0
     core.close()

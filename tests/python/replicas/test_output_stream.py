@@ -8,7 +8,6 @@ import pytest
 
 from lmdeploy.replicas import output_stream
 from lmdeploy.replicas.output_stream import OutputStream
-from lmdeploy.replicas.transport import Output
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +18,11 @@ def short_times(monkeypatch):
 
 
 def put(stream, request_id, token):
-    stream.put(Output(request_id, tokens=[token]))
+    stream.put({"request_id": request_id, "tokens": [token]})
 
 
 def pairs(batch):
-    return [(output.request_id, *output.tokens) for output in batch]
+    return [(fields["request_id"], *fields["tokens"]) for fields in batch]
 
 
 async def test_one_message_has_the_outputs_of_all_requests_in_their_order():

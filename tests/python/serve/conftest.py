@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def fake() -> Iterator[str]:
     engine = make_engine(step_seconds=0.01, session_len=4096)
-    engine.loaded.cpp_engine.cache_tokens = 4096
+    engine.running.core.cache_tokens = 4096
     with serving(engine) as url:
         yield url
 

@@ -28,7 +28,7 @@ def test_admission_requests_above_the_limit_receive_503(stream):
             target=lambda: replies.append(post(url, "/v1/chat/completions", body))
         )
         one.start()
-        while not engine.loaded.cpp_engine.requests:
+        while not engine.running.core.requests:
             time.sleep(0.001)
         refused = post(url, "/v1/chat/completions", body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -51,14 +51,14 @@ def test_admission_disconnected_client_releases_its_slot(stream, when, monkeypat
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
     entered = threading.Event()
     if when == "prompt":
-        encode = engine.loaded.tokenizer.encode
+        encode = engine.text.tokenizer.encode
 
         def slow(*args, **options):
             entered.set()
             time.sleep(0.2)
             return encode(*args, **options)
 
-        monkeypatch.setattr(engine.loaded.tokenizer, "encode", slow, raising=False)
+        monkeypatch.setattr(engine.text.tokenizer, "encode", slow, raising=False)
     with serving(engine) as url:
         body = json.dumps({**CHAT, "stream": stream}).encode()
         head = post_head("/v1/chat/completions", len(body))

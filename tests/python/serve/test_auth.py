@@ -39,14 +39,14 @@ REQUESTS = [("first", {}), ("second", {}), ("first", {"cache_salt": "x"}), ("fir
 def test_prefix_cache_is_separate_for_each_api_key_and_cache_salt():
     engine = make_engine()
     with serving(engine, api_keys=["first", "second"]) as url:
-        own, other, salted, again = salts_of(engine.loaded.cpp_engine, url, *REQUESTS)
+        own, other, salted, again = salts_of(engine.running.core, url, *REQUESTS)
         assert own == again and len({own, other, salted, bytes(16)}) == 4
 
 
 def test_share_prefix_cache_turns_the_separation_of_api_keys_off():
     engine = make_engine()
     with serving(engine, api_keys=["first", "second"], share_prefix_cache=True) as url:
-        own, other, salted, again = salts_of(engine.loaded.cpp_engine, url, *REQUESTS)
+        own, other, salted, again = salts_of(engine.running.core, url, *REQUESTS)
         assert own == other == again == bytes(16) != salted
 
 
@@ -54,7 +54,7 @@ def test_cache_salt_without_api_keys_separates_requests():
     engine = make_engine()
     with serving(engine) as url:
         sent = [("any", {}), ("any", {"cache_salt": "x"}), ("any", {"cache_salt": "y"})]
-        plain, x, y = salts_of(engine.loaded.cpp_engine, url, *sent)
+        plain, x, y = salts_of(engine.running.core, url, *sent)
         assert plain == bytes(16) and len({plain, x, y}) == 3
         reply = post(url, "/v1/chat/completions", CHAT | {"cache_salt": ""})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "cache_salt")

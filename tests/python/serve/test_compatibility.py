@@ -124,7 +124,7 @@ def test_generate_ignores_the_model(url):
 
 def last_request(engine, url, path, **fields):
     assert post(url, path, {**BODIES_OF[path], **fields}).status_code == 200
-    return engine.loaded.cpp_engine.requests[-1]
+    return engine.running.core.requests[-1]
 
 
 @pytest.mark.parametrize("path", BODIES_OF)
@@ -222,7 +222,7 @@ def test_chat_prompt_ends_as_the_request_says(fields, end):
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     engine = make_engine()
-    engine.loaded.chat_template = PromptTemplate(chat_template(template))
+    engine.text.chat_template = PromptTemplate(chat_template(template))
     with serving(engine) as url:
         request = last_request(engine, url, "/v1/chat/completions", messages=OPEN, **fields)
     assert bytes(request.prompt).decode() == f"<user>hello\n{end}"

@@ -42,7 +42,7 @@ def model(prompt: str) -> str:
 @pytest.fixture(scope="module")
 def url() -> Any:
     engine = make_engine(model, session_len=4096, harmony_template=OWN_TEMPLATE)
-    engine.loaded.cpp_engine.cache_tokens = 4096  # type: ignore[attr-defined]
+    engine.running.core.cache_tokens = 4096  # type: ignore[attr-defined]
     with serving(engine) as url:
         yield url
 

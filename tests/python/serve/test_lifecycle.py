@@ -61,17 +61,17 @@ def test_an_engine_that_cannot_wake_says_why_and_still_sleeps() -> None:
     engine = make_engine()
     with serving(engine) as url:
         httpx.post(f"{url}/sleep")
-        restart = engine.loaded.restart
+        restart = engine.running.restart
 
         def fail() -> None:
             raise MemoryError("There is no memory.")
 
-        engine.loaded.restart = fail  # type: ignore[assignment]
+        engine.running.restart = fail  # type: ignore[assignment]
         refused = httpx.post(f"{url}/wakeup")
         assert refused.status_code == 503
         assert "There is no memory." in refused.json()["error"]["message"]
         assert is_sleeping(url)
-        engine.loaded.restart = restart
+        engine.running.restart = restart
         assert httpx.post(f"{url}/wakeup").json() == {"is_sleeping": False}
 
 

@@ -28,8 +28,8 @@ ASK = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content":
 
 def make(answer: Any, **options: Any) -> Any:
     engine = make_engine(answer, session_len=8192, **options)
-    model = ModelInfo("llama", engine.loaded.tokenizer, TEMPLATE)
-    engine.loaded.chat_format = choose_format(
+    model = ModelInfo("llama", engine.text.tokenizer, TEMPLATE)
+    engine.text.chat_format = choose_format(
         model, reasoning_parser="qwen3", tool_call_parser="prompted"
     )
     return engine
@@ -326,7 +326,7 @@ def test_messages_late_system_messages_reach_a_template_that_wants_them_first() 
         "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
         "<{{ m.role }}>{{ m.content }}{% endfor %}"
     )
-    engine.loaded.chat_template = PromptTemplate(chat_template(source))
+    engine.text.chat_template = PromptTemplate(chat_template(source))
     user = {"role": "user", "content": "go"}
     late = {"role": "system", "content": "late text"}
     wanted = "<system>first text\n\nlate text<user>go"

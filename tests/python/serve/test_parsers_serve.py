@@ -18,8 +18,8 @@ TEMPLATE = "<think></think><tool_call>"
 
 def engine_of(answer: str, template: str = TEMPLATE) -> AsyncEngine:
     engine = make_engine(lambda _: answer)
-    model = ModelInfo("", engine.loaded.tokenizer, template)
-    engine.loaded.chat_format = choose_format(model)
+    model = ModelInfo("", engine.text.tokenizer, template)
+    engine.text.chat_format = choose_format(model)
     return engine
 
 

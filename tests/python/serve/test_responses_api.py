@@ -418,7 +418,7 @@ def test_responses_functions_in_a_namespace_are_called_by_both_names() -> None:
 
     question: Any = {"role": "user", "content": "Read it."}
     engine = make(reply)
-    engine.loaded.cpp_engine.cache_tokens = 4096
+    engine.running.core.cache_tokens = 4096
     with serving(engine) as own:
         client = openai.OpenAI(base_url=f"{own}/v1", api_key="x", max_retries=0)
         tools: Any = [space, TOOL]

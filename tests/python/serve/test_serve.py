@@ -290,16 +290,16 @@ def test_priority_reaches_the_engine_from_every_endpoint():
         ):
             for more, wanted in (({}, 0), ({"priority": -5}, -5)):
                 assert post(url, path, {**body, **more}).status_code == 200
-                assert engine.loaded.cpp_engine.requests[-1].priority == wanted
+                assert engine.running.core.requests[-1].priority == wanted
 
 
 def test_generate_default_samples_from_the_whole_distribution():
     engine = make_engine()
     with serving(engine) as url:
-        cpp_engine = engine.loaded.cpp_engine
+        core = engine.running.core
         for more, wanted in (({}, (1.0, 0, 1.0)), ({"top_k": 3, "temperature": 2}, (2.0, 3, 1.0))):
             post(url, "/generate", {"prompt": "hi", **more})
-            request = cpp_engine.requests[-1]
+            request = core.requests[-1]
             assert request.do_sample
             assert (request.temperature, request.top_k, request.top_p) == wanted
 
@@ -397,9 +397,9 @@ def test_chat_disconnect_cancels_the_request(stream):
                 time.sleep(0.001)
             time.sleep(0.1)
         deadline = time.monotonic() + 5
-        while not engine.loaded.cpp_engine.cancelled and time.monotonic() < deadline:
+        while not engine.running.core.cancelled and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert engine.loaded.cpp_engine.cancelled == [1]
+        assert engine.running.core.cancelled == [1]
         assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -429,7 +429,7 @@ def test_health_failed_engine_returns_503():
         ) as reply:
             lines = reply.iter_lines()
             next(lines)
-            engine.loaded.cpp_engine.fail("out of luck")
+            engine.running.core.fail("out of luck")
             rest = "\n".join(lines)
         assert "out of luck" in rest and "[DONE]" not in rest
         reply = httpx.get(f"{url}/health")
@@ -448,7 +448,7 @@ def test_abort_request_all_ends_streams_with_finish_reason_abort():
             rest = [line for line in lines if line.startswith("data: {")]
         last = json.loads(rest[-1].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "abort"
-        assert engine.loaded.cpp_engine.cancelled
+        assert engine.running.core.cancelled
         refused = post(url, "/abort_request", {"session_id": -1})
         assert refused.status_code == 400 and "abort_all" in refused.text
         assert post(url, "/v1/completions", {"model": "m", "prompt": "a"}).status_code == 200

@@ -15,11 +15,10 @@ from serving import CHAT, connect, post, post_head, serving
 
 import lmdeploy
 from lmdeploy.base.checks import OptionError
-from lmdeploy.base.errors import UnavailableError
+from lmdeploy.base.errors import EngineFailure, UnavailableError
 from lmdeploy.chat.grammar import Grammar
 from lmdeploy.chat.prompts import MAX_OPTIONS_DEPTH, MAX_OPTIONS_SIZE, check_template_options
 from lmdeploy.config.generation import GenerationConfig, sampling_defaults
-from lmdeploy.engine.async_engine import EngineFailure
 from lmdeploy.response import Response
 from lmdeploy.serve import jobs as generation
 from lmdeploy.serve import server
@@ -202,7 +201,7 @@ def test_a_tokenizer_that_is_unavailable_is_503():
 @pytest.mark.parametrize("stream", [True, False])
 def test_completions_disconnect_stops_submitting_choices(stream):
     engine = make_engine(lambda _: "a" * 100_000, step_seconds=0.005, session_len=200_000)
-    engine.loaded.cpp_engine.cache_tokens = 200_000
+    engine.running.core.cache_tokens = 200_000
     make = engine._make_request
 
     def slow(*args, **options):
@@ -210,13 +209,13 @@ def test_completions_disconnect_stops_submitting_choices(stream):
         return make(*args, **options)
 
     engine._make_request = slow
-    cpp_engine = engine.loaded.cpp_engine
+    core = engine.running.core
     body = {**COMPLETION, "n": 100, "max_tokens": 100_000, "stream": stream}
     with serving(engine) as url:
-        send_and_leave(url, "/v1/completions", body, after=lambda: len(cpp_engine.requests) > 5)
+        send_and_leave(url, "/v1/completions", body, after=lambda: len(core.requests) > 5)
         time.sleep(0.2)
-        assert len(cpp_engine.requests) < 50
-        assert sorted(cpp_engine.cancelled) == [request.id for request in cpp_engine.requests]
+        assert len(core.requests) < 50
+        assert sorted(core.cancelled) == [request.id for request in core.requests]
         assert not engine._streams
 
 
@@ -248,7 +247,7 @@ def test_collect_all_failed_choice_cancels_the_others():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
-    assert sorted(engine.loaded.cpp_engine.cancelled) == [1, 2, 3]
+    assert sorted(engine.running.core.cancelled) == [1, 2, 3]
     engine.close()
 
 
@@ -331,7 +330,7 @@ def test_chat_stream_of_a_failed_engine_ends_with_503():
     ):
         lines = reply.iter_lines()
         next(lines)
-        engine.loaded.cpp_engine.fail("out of luck")
+        engine.running.core.fail("out of luck")
         events = [line for line in lines if line.startswith("data: ")]
     error = json.loads(events[-1].removeprefix("data: "))["error"]
     assert error["code"] == 503 and "out of luck" in error["message"]
@@ -459,8 +458,8 @@ def test_sampling_defaults_invalid_values_are_replaced_with_a_warning(caplog):
 
 def test_completions_greedy_model_samples_only_on_request():
     engine = make_engine()
-    engine.loaded.sampling = sampling_defaults({"do_sample": False})
-    cpp_engine = engine.loaded.cpp_engine
+    engine.text.sampling = sampling_defaults({"do_sample": False})
+    core = engine.running.core
     with serving(engine) as url:
         for more, samples in (
             ({}, False),
@@ -471,7 +470,7 @@ def test_completions_greedy_model_samples_only_on_request():
             ({"top_k": 5}, True),
         ):
             assert post(url, "/v1/completions", {**COMPLETION, **more}).status_code == 200
-            assert cpp_engine.requests[-1].do_sample == samples, more
+            assert core.requests[-1].do_sample == samples, more
 
 
 @pytest.mark.parametrize(
@@ -498,8 +497,8 @@ def test_check_healthy_closed_engine_is_reported_as_closed():
 
 def test_serve_that_cannot_listen_closes_its_engine(monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("lmdeploy.engine.load.load_engine_with", lambda *_, **__: engine.loaded)
-    monkeypatch.setattr("lmdeploy.engine.async_engine.AsyncEngine", lambda _: engine)
+    monkeypatch.setattr("lmdeploy.engine.load.load_engine", lambda *_, **__: ())
+    monkeypatch.setattr("lmdeploy.engine.async_engine.AsyncEngine", lambda: engine)
 
     def listen(*_):
         raise ValueError("cannot listen")
@@ -537,7 +536,9 @@ def test_request_error_of_a_failed_answer_is_logged(caplog):
     assert to_api_error(request_error(chunk)).status == 500
     assert "NaN logits" in caplog.text
     chunk.error_code, chunk.error_message = "bad_request", "response_format allows no such token."
+    chunk.error_field = "response_format"
     told = to_api_error(request_error(chunk))
     assert (told.status, told.param) == (400, "response_format")
-    chunk.error_message = "All tokens are excluded."
-    assert to_api_error(request_error(chunk)).param is None
+    for field in (None, "token_mask"):  # a field that requests do not have
+        chunk.error_field = field
+        assert to_api_error(request_error(chunk)).param is None

@@ -51,7 +51,7 @@ def client(url):
 
 def test_generate_options_that_exclude_every_token_give_bad_request(engine):
     only_b = {"type": "regex_schema", "regex_schema": "b"}
-    token = engine.loaded.tokenizer.encode("b", add_special=False)
+    token = engine.text.tokenizer.encode("b", add_special=False)
     config = GenerationConfig(response_format=only_b, bad_token_ids=token)
 
     async def ask():
@@ -167,7 +167,7 @@ def test_chat_cancelled_streams_free_all_blocks(engine, client):
     stats = engine.stats()
     assert stats.blocks_active == 0
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
-    engine.loaded.cpp_engine.check_integrity()
+    engine.running.core.check_integrity()
 
 
 def test_generate_logprobs_equal_log_softmax_of_logits(engine):

@@ -47,7 +47,7 @@ def test_server_shutdown_ends_running_requests(stream):
     with serving(engine, grace_seconds=1) as url:
         client = threading.Thread(target=ask, args=(url,))
         client.start()
-        while not engine.loaded.cpp_engine.requests:
+        while not engine.running.core.requests:
             time.sleep(0.01)
         time.sleep(0.2)
     client.join()

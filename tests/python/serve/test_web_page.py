@@ -466,7 +466,7 @@ def test_context_is_shown_in_tokens_of_its_maximum(open_tab: Any, fake: str) -> 
 
 def test_stopped_server_disables_sending_until_it_is_back(open_tab: Any) -> None:
     engine = make_engine(step_seconds=0.01, session_len=4096)
-    engine.loaded.cpp_engine.cache_tokens = 4096
+    engine.running.core.cache_tokens = 4096
     with serving(engine, grace_seconds=1) as url:
         tab = open_tab(url)
         tab.send("x" * 400)
@@ -496,7 +496,7 @@ def test_failed_engine_is_named(open_tab: Any) -> None:
     engine = make_engine()
     with serving(engine) as url:
         tab = open_tab(url)
-        engine.loaded.cpp_engine.fail("no memory")
+        engine.running.core.fail("no memory")
         tab.send("hello")
         banner = tab.page.locator("#banner")
         expect(banner).to_contain_text("The engine has failed: ")

@@ -5,22 +5,27 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from rendering import chat_template
 
+from lmdeploy._turbomind import EngineStats, MemoryPlan, Request, RequestOutput
 from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.chat.templates.prompt_template import PromptTemplate
 from lmdeploy.config.kv_format_options import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
+from lmdeploy.engine.core import EngineCore, RunningCore, StartedCore
 from lmdeploy.engine.kv_quality import KvOptions
-from lmdeploy.engine.load import Core, LoadedEngine
+from lmdeploy.engine.load import TextModel
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import TokenLogprobs
 
 EOS = 256
 VOCAB_SIZE = 258
@@ -116,7 +121,9 @@ class HarmonyTokenizer(FakeTokenizer):
             i
             for piece in pieces
             for i in (
-                [self.token_id(piece)] if piece in self.names else piece.encode("utf-8", "replace")
+                [257 + self.names.index(piece)]
+                if piece in self.names
+                else piece.encode("utf-8", "replace")
             )
         ]
 
@@ -137,8 +144,13 @@ class HarmonyTokenizer(FakeTokenizer):
         return self.names[token - 257].encode() if token > 256 else super().token_bytes(token)
 
 
-class FakeRequest(SimpleNamespace):
-    pass
+@dataclass
+class Running:
+    """A request, the answer that its script gives, and the part of it that was returned."""
+
+    request: Request
+    script: list[int]
+    tokens: list[int] = field(default_factory=list)
 
 
 class FakeCore:
@@ -162,30 +174,30 @@ class FakeCore:
         self.session_len = session_len
         self.failure = ""
         self.closed = False
-        self.requests: list[Any] = []
+        self.requests: list[Request] = []
         self.cancelled: list[int] = []
-        self._running: dict[int, tuple[Any, list[int]]] = {}
-        self._ready: list[Any] = []
+        self._running: dict[int, Running] = {}
+        self._ready: list[RequestOutput] = []
         self._changed = threading.Condition()
 
     @property
     def healthy(self) -> bool:
         return not self.failure
 
-    def submit(self, request: Any) -> None:
+    def submit(self, request: Request) -> None:
         with self._changed:
             known = [i for i in request.prompt if i < self.tokenizer.vocab_size]
             prompt = self.tokenizer.decode(known, skip_special=False)
             answer = [*self.tokenizer.encode(self.script(prompt)), EOS]
             self.requests.append(request)
-            self._running[request.id] = (request, answer)
+            self._running[request.id] = Running(request, answer)
             self._changed.notify()
 
     def cancel(self, request_id: int) -> None:
         with self._changed:
             self.cancelled.append(request_id)
             if self._running.pop(request_id, None) is not None:
-                self._ready.append(self._output(request_id, [], "cancelled"))
+                self._ready.append(self._output(request_id, "cancelled"))
             self._changed.notify()
 
     def fail(self, reason: str) -> None:
@@ -194,123 +206,114 @@ class FakeCore:
             self._running.clear()
             self._changed.notify()
 
-    def wait_outputs(self, timeout_ms: int) -> list[Any]:
+    def wait_outputs(self, timeout_ms: int) -> list[RequestOutput]:
         with self._changed:
             if not self._running and not self._ready and self.healthy:
                 self._changed.wait(timeout_ms / 1000)
             outputs, self._ready = self._ready, []
-            for request_id, (request, answer) in list(self._running.items()):
-                outputs.append(self._steps(request_id, request, answer))
+            outputs += [self._steps(running) for running in list(self._running.values())]
         if self.step_seconds:
             time.sleep(self.step_seconds)
         return outputs
 
-    def _steps(self, request_id: int, request: Any, answer: list[int]) -> Any:
-        outputs = [self._step(request_id, request, answer)]
+    def _steps(self, running: Running) -> RequestOutput:
+        outputs = [self._step(running)]
         while len(outputs) < self.tokens_per_step and outputs[-1].finish_reason == "none":
-            outputs.append(self._step(request_id, request, answer))
+            outputs.append(self._step(running))
         last = outputs[-1]
         last.tokens = [token for output in outputs for token in output.tokens]
         last.logprobs = [item for output in outputs for item in output.logprobs]
         last.prompt_logprobs = outputs[0].prompt_logprobs
         return last
 
-    def _step(self, request_id: int, request: Any, answer: list[int]) -> Any:
-        done = getattr(request, "done", 0)
+    def _step(self, running: Running) -> RequestOutput:
+        request, tokens = running.request, running.tokens
         prompt_logprobs = []
-        if done == 0 and request.num_prompt_logprobs >= 0:
+        if not tokens and request.num_prompt_logprobs >= 0:
             prompt_logprobs = [self._logprobs(t) for t in request.prompt[1:]]
         if request.max_new_tokens == 0:
-            del self._running[request_id]
+            del self._running[request.id]
             pooled = None if request.pooling == "none" else self._pool(request)
             return self._output(
-                request_id, [], "length", prompt_logprobs=prompt_logprobs, pooled=pooled
+                request.id, "length", prompt_logprobs=prompt_logprobs, pooled=pooled
             )
-        token = answer[done % len(answer)]
-        request.done = done + 1
-        request.answer = [*getattr(request, "answer", []), token]
+        token = running.script[len(tokens) % len(running.script)]
+        tokens.append(token)
         ends = [[i] for i in request.eos_ids] + request.stop_sequences
-        stop = max((len(end) for end in ends if request.answer[-len(end) :] == end), default=0)
+        stop = max((len(end) for end in ends if tokens[-len(end) :] == end), default=0)
         reason = "stop" if stop else "none"
-        if not stop and request.done >= request.max_new_tokens:
+        if not stop and len(tokens) >= request.max_new_tokens:
             reason = "length"
         if reason != "none":
-            del self._running[request_id]
-        logprobs = [self._logprobs(token)] if request.num_logprobs >= 0 else []
+            del self._running[request.id]
         return self._output(
-            request_id,
-            [token],
+            request.id,
             reason,
+            tokens=[token],
             stop_tokens=stop,
-            logprobs=logprobs,
+            logprobs=[self._logprobs(token)] if request.num_logprobs >= 0 else [],
             prompt_logprobs=prompt_logprobs,
         )
 
     @staticmethod
-    def _logprobs(token: int) -> Any:
-        return SimpleNamespace(chosen=-0.5, top=[(token, -0.5), ((token + 1) % 256, -1.5)])
+    def _logprobs(token: int) -> TokenLogprobs:
+        return -0.5, [(token, -0.5), ((token + 1) % 256, -1.5)]
 
     @staticmethod
-    def _pool(request: Any) -> npt.NDArray[np.float32]:
+    def _pool(request: Request) -> npt.NDArray[np.float32]:
         """Return HIDDEN_SIZE values that depend on the pooled tokens."""
         tokens = request.prompt[-1:] if request.pooling == "last" else request.prompt
         mean = sum(tokens) / len(tokens)
         return np.array([mean, 0.0, np.nan, 2 * mean], np.float32)
 
     @staticmethod
-    def _output(request_id: int, tokens: list[int], reason: str, **more: Any) -> Any:
-        values = {
-            "stop_tokens": 0,
-            "cached_tokens": 3,
-            "logprobs": [],
-            "prompt_logprobs": [],
-            "logits": None,
-            "pooled": None,
-            "error": "",
-            "is_request_fault": False,
-        }
-        return SimpleNamespace(
-            request_id=request_id, tokens=tokens, finish_reason=reason, **{**values, **more}
+    def _output(request_id: int, reason: str, **more: Any) -> RequestOutput:
+        values = {"request_id": request_id, "finish_reason": reason, "cached_tokens": 3}
+        return RequestOutput.from_dict(values | more)
+
+    def stats(self) -> EngineStats:
+        return EngineStats.from_dict(
+            {
+                "num_running": len(self._running),
+                "blocks_total": 10,
+                "blocks_free": 10,
+                "window16_blocks_total": 6,
+                "window16_blocks_free": 3,
+                "window16_blocks_cached": 1,
+                "window16_blocks_active": 2,
+                "prefix_queried_tokens": 8,
+                "prefix_hit_tokens": 4,
+                "prefix_cut_tokens": 7,
+                "num_nonfinite": 9,
+                "clipped": self.clipped,
+            }
         )
 
-    def stats(self) -> Any:
-        return SimpleNamespace(
-            num_waiting=0,
-            num_running=len(self._running),
-            blocks_total=10,
-            blocks_free=10,
-            blocks_cached=0,
-            blocks_active=0,
-            window16_blocks_total=6,
-            window16_blocks_free=3,
-            window16_blocks_cached=1,
-            window16_blocks_active=2,
-            prefix_queried_tokens=8,
-            prefix_hit_tokens=4,
-            prefix_cut_tokens=7,
-            num_preemptions=0,
-            num_steps=0,
-            prompt_tokens=0,
-            generated_tokens=0,
-            draft_tokens=0,
-            accepted_tokens=0,
-            num_nonfinite=9,
-            clipped=self.clipped,
+    def memory_plan(self) -> MemoryPlan:
+        return MemoryPlan.from_dict(
+            {
+                "num_blocks": 10,
+                "reserved_bytes": 1 << 20,
+                "bytes_per_token": 100.0,
+                "window16_bytes_per_sequence": 5000,
+                "bytes_per_token_none": 300.0,
+                "max_tokens": 640,
+                "max_sequence_tokens": min(self.session_len, self.cache_tokens),
+                "session_bytes": 60_000,
+                "session_bytes_none": 150_000,
+            }
         )
 
-    def memory_plan(self) -> Any:
-        return SimpleNamespace(
-            num_blocks=10,
-            reserved_bytes=1 << 20,
-            touched_bytes=0,
-            bytes_per_token=100.0,
-            window16_bytes_per_sequence=5000,
-            bytes_per_token_none=300.0,
-            max_tokens=640,
-            max_sequence_tokens=min(self.session_len, self.cache_tokens),
-            session_bytes=60_000,
-            session_bytes_none=150_000,
-        )
+    def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
+        return 0
+
+    def export_prefix(self, tokens: Sequence[int], *, first: int, salt: bytes) -> list[list[bytes]]:
+        return []
+
+    def import_prefix(
+        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
+    ) -> int:
+        return 0
 
     def close(self) -> None:
         self.closed = True
@@ -321,15 +324,20 @@ def echo(prompt: str) -> str:
     return "You said: " + prompt.split("<user>")[-1].split("\n")[0].upper()
 
 
-def make_engine(
+def make_engine(script: Callable[[str], str] = echo, **options: Any) -> AsyncEngine:
+    """Return an engine whose answer to a prompt is `script(prompt)`, of `make_parts`."""
+    return AsyncEngine(*make_parts(script, **options))
+
+
+def make_parts(
     script: Callable[[str], str] = echo,
     *,
     step_seconds: float = 0.0,
     session_len: int = 512,
     harmony_template: str | None = None,
     tokenizer: FakeTokenizer | None = None,
-) -> AsyncEngine:
-    """Return an engine whose answer to a prompt is `script(prompt)`.
+) -> tuple[TextModel, RunningCore]:
+    """Return the parts of an engine.
 
     harmony_template: the chat template of a model like GPT-OSS; "" means no template. None gives a
     plain model.
@@ -344,7 +352,7 @@ def make_engine(
         tokens = HarmonyTokens.of(tokenizer)  # type: ignore[arg-type]
         ends = [tokens.return_, tokens.call]
 
-    def new_core() -> Any:
+    def new_core() -> EngineCore:
         return FakeCore(
             script,
             step_seconds=step_seconds,
@@ -352,20 +360,19 @@ def make_engine(
             tokenizer=type(tokenizer)(),
         )
 
-    return AsyncEngine(
-        LoadedEngine(
-            cpp_engine=new_core(),
-            restart=lambda: Core(new_core(), lambda: None),
-            new_request=FakeRequest,  # type: ignore[arg-type]
-            tokenizer=tokenizer,  # type: ignore[arg-type]
-            chat_template=PromptTemplate(chat_template(source)) if source else None,
-            vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
-            hidden_size=HIDDEN_SIZE,
-            session_len=session_len,
-            block_tokens=64,
-            eos_ids=[EOS, *ends],
-            chat_format=chat_format,
-            kv=BALANCED,
-            model_path="fake",
-        )
+    text = TextModel(
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        chat_template=PromptTemplate(chat_template(source)) if source else None,
+        chat_format=chat_format,
+        vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
+        hidden_size=HIDDEN_SIZE,
+        session_len=session_len,
+        eos_ids=[EOS, *ends],
+        model_path="fake",
+    )
+    return text, RunningCore(
+        *StartedCore(new_core()),
+        restart=lambda: StartedCore(new_core()),
+        kv=BALANCED,
+        block_tokens=64,
     )

@@ -18,13 +18,14 @@ RowSizes CheckRows(const CodecRows& shape) {
   const int group = InfoOf(shape.format).group;
   const int multiple = group > 0 ? group : 2;
   if (shape.head_dim <= 0 || shape.head_dim % multiple != 0) {
-    throw InvalidArgument("head_dim is " + std::to_string(shape.head_dim) +
-                          ". It must be a positive multiple of " + std::to_string(multiple) +
-                          " for " + ToString(shape.format) + ".");
+    throw InvalidArgument("head_dim", "is " + std::to_string(shape.head_dim) +
+                                          ". It must be a positive multiple of " +
+                                          std::to_string(multiple) + " for " +
+                                          ToString(shape.format) + ".");
   }
   if (!(shape.global_scale > 0.f) || !std::isfinite(shape.global_scale)) {
-    throw InvalidArgument("global_scale is " + std::to_string(shape.global_scale) +
-                          ". It must be positive and finite.");
+    throw InvalidArgument("global_scale", "is " + std::to_string(shape.global_scale) +
+                                              ". It must be positive and finite.");
   }
   return {block::RowBytes(shape.format, shape.head_dim, shape.dtype),
           block::ParamBytes(shape.format, shape.dtype) +

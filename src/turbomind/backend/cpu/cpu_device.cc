@@ -41,7 +41,7 @@ std::string ResolveIsa(std::string_view wanted) {
     }
     list += (list.empty() ? "" : ", ") + choice;
   }
-  throw InvalidArgument(source + " is \"" + isa + "\". This build and this machine have: " + list);
+  throw InvalidArgument(source, "is \"" + isa + "\". This build and this machine have: " + list);
 }
 
 class CpuDevice final : public Device {
@@ -189,8 +189,9 @@ class CpuDevice final : public Device {
 std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa,
                                       const CpuOptions& options) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
-    throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
-                          ". It must be from 1 to " + std::to_string(kMaxThreads));
+    throw InvalidArgument("num_threads", "is " + std::to_string(num_threads) +
+                                             ". It must be from 1 to " +
+                                             std::to_string(kMaxThreads));
   }
   std::string resolved = ResolveIsa(isa);
   if (options.bf16 && (resolved != "amx" || options.deterministic || options.int8_activations)) {

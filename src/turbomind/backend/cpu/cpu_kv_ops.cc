@@ -75,8 +75,8 @@ CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
   } else if (isa == "amx") {
     amx::FillKvKernels(kernels);
   } else {
-    throw InvalidArgument("isa is \"" + std::string(isa) +
-                          "\". It must be scalar, avx2, avx512 or amx.");
+    throw InvalidArgument(
+        "isa", "is \"" + std::string(isa) + "\". It must be scalar, avx2, avx512 or amx.");
   }
   return kernels;
 }

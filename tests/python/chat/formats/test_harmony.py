@@ -296,7 +296,7 @@ class Asker:
         self, answer: str, config: GenerationConfig | None = None, *, per_step: int = 1
     ) -> list[Response]:
         self._answer = answer
-        self._engine.loaded.cpp_engine.tokens_per_step = per_step  # type: ignore[attr-defined]
+        self._engine.running.core.tokens_per_step = per_step  # type: ignore[attr-defined]
         return list(self.pipe.stream_infer("Hi", config))
 
 
@@ -356,7 +356,7 @@ def test_pipeline_stop_words_match_content_only(ask: Asker) -> None:
 
 def test_pipeline_grammar_constrains_final_channel(ask: Asker) -> None:
     # The prompt opens the final channel, because the grammar does not allow the channel header.
-    tokenizer = ask.pipe.engine.loaded.tokenizer
+    tokenizer = ask.pipe.engine.text.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmdeploy.chat.grammar.Grammars.token_mask", lambda *_, **__: None)
@@ -366,8 +366,8 @@ def test_pipeline_grammar_constrains_final_channel(ask: Asker) -> None:
         assert join_pieces(ask("to=", json_object)).text == "to="
     header = tokenizer.encode("<|channel|>final<|message|>", add_special=False)
     assert whole.input_token_len == plain_ids + len(header)
-    cpp_engine: Any = ask.pipe.engine.loaded.cpp_engine
-    assert cpp_engine.requests[-1].prompt[-len(header) :] == header
+    core: Any = ask.pipe.engine.running.core
+    assert core.requests[-1].prompt[-len(header) :] == header
     text = join_pieces(ask(FINAL_ANSWER, GenerationConfig(response_format={"type": "text"})))
     assert text.reasoning_content == "Easy."
 
@@ -412,9 +412,9 @@ def test_async_engine_tool_call_parser_gpt_oss_parses_random_answers(tmp_path: P
     (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
     config = TurbomindEngineConfig(session_len=256, max_batch_size=2)
     engine = AsyncEngine.load(str(folder), config, tool_call_parser="gpt-oss", progress=False)
-    special = HarmonyTokens.of(engine.loaded.tokenizer)
-    assert special.end not in engine.loaded.eos_ids
-    assert {special.return_, special.call} <= set(engine.loaded.eos_ids)
+    special = HarmonyTokens.of(engine.text.tokenizer)
+    assert special.end not in engine.text.eos_ids
+    assert {special.return_, special.call} <= set(engine.text.eos_ids)
     likely = dict.fromkeys((special.start, special.channel, special.message, special.end), 4.0)
     with Pipeline("x", engine=engine) as pipe:
         for seed in range(8):
@@ -423,7 +423,7 @@ def test_async_engine_tool_call_parser_gpt_oss_parses_random_answers(tmp_path: P
             )
             whole = join_pieces(list(pipe.stream_infer("Hi", options)))
             assert whole.finish_reason in ("stop", "length", "tool_calls")
-            parts = parse_answer(engine.loaded.tokenizer, whole.token_ids)
+            parts = parse_answer(engine.text.tokenizer, whole.token_ids)
             assert (whole.text, whole.reasoning_content or "") == (parts.content, parts.reasoning)
             assert pairs(whole.tool_calls) == pairs(parts.tool_calls)
 

@@ -145,8 +145,8 @@ def test_choose_format_rejects_unknown_names_and_excluded_parsers() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_server_splits_answers_with_added_parsers(stream: bool) -> None:
     engine = make_engine(lambda _: ANSWER)
-    model = ModelInfo("thinker", engine.loaded.tokenizer, "<call>")
-    engine.loaded.chat_format = registry.choose_format(model)
+    model = ModelInfo("thinker", engine.text.tokenizer, "<call>")
+    engine.text.chat_format = registry.choose_format(model)
     with serving(engine) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         answer = client.chat.completions.create(
@@ -175,8 +175,8 @@ def test_server_splits_answers_with_added_parsers(stream: bool) -> None:
 def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
     masks: list[Any] = []
     engine = make_engine(lambda _: ANSWER)
-    model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
-    engine.loaded.chat_format = registry.choose_format(model)
+    model = ModelInfo("llama", engine.text.tokenizer, "<call>")
+    engine.text.chat_format = registry.choose_format(model)
     grammars = type("Grammars", (), {"token_mask": lambda _, text, field: masks.append(text)})
     engine.new_grammars = grammars  # type: ignore[method-assign,assignment]
     with serving(engine) as url:
@@ -195,8 +195,8 @@ def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
 def test_server_tools_and_response_format_share_a_grammar() -> None:
     rules: list[str] = []
     engine = make_engine(lambda _: ANSWER)
-    model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
-    engine.loaded.chat_format = registry.choose_format(model)
+    model = ModelInfo("llama", engine.text.tokenizer, "<call>")
+    engine.text.chat_format = registry.choose_format(model)
 
     def token_mask(_: Any, text: str, field: str = "response_format") -> None:
         if field == "tools":

@@ -92,7 +92,7 @@ def test_api_key_and_concurrency_are_checked_before_the_body_is_sent() -> None:
             target=post, args=(url, CHAT_PATH, CHAT), kwargs={"headers": headers}
         )
         one.start()
-        while not engine.loaded.cpp_engine.requests:  # type: ignore[attr-defined]
+        while not engine.running.core.requests:  # type: ignore[attr-defined]
             time.sleep(0.001)
         status, text = refused(url, post_head(CHAT_PATH, 31 << 20, key))
         assert status == 503 and "--max-concurrent-requests" in text

@@ -21,7 +21,7 @@ LOCAL = ("http://localhost:3000", "http://127.0.0.1", "http://[::1]:8080", "http
 def server():
     engine = make_engine()
     with serving(engine) as url:
-        yield url, engine.loaded.cpp_engine
+        yield url, engine.running.core
 
 
 def allowed_origin(reply):

@@ -165,7 +165,7 @@ def test_failure_of_the_engine_is_an_error_of_the_span() -> None:
     engine = make_engine(step_seconds=0.01)
     with collecting() as collector:
         with serving(engine, otlp_traces_endpoint=collector.address) as url:
-            engine.loaded.cpp_engine.fail("broken")
+            engine.running.core.fail("broken")
             assert post(url, "/v1/chat/completions", CHAT).status_code == 503
         (span,) = collector.spans
     assert attributes(span)["error.type"] == "EngineFailure"

@@ -26,9 +26,10 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
     case 256:
       return FindOf<256>(format);
     default:
-      throw InvalidArgument("head_dim " + std::to_string(head_dim) +
-                            " is not supported on a GPU, only 64, 80, 96, 128 and 256. "
-                            "Use --device cpu.");
+      throw InvalidArgument("head_dim",
+                            std::to_string(head_dim) +
+                                " is not supported on a GPU, only 64, 80, 96, 128 and 256. "
+                                "Use --device cpu.");
   }
 }
 
@@ -37,19 +38,19 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
 DecodeVariant FindDecodeVariant(const KvLayerView& kv, int group, const GpuProperties& gpu) {
   if (kv.dtype == DataType::kFloat32) {
     throw InvalidArgument(
-        "dtype float32 is not supported on a GPU. Use --dtype bfloat16 or --device cpu.");
+        "dtype", "float32 is not supported on a GPU. Use --dtype bfloat16 or --device cpu.");
   }
   const DecodeVariant variant = Find(
       kv.head_dim,
       {kv.format[0], kv.format[1], kv.dtype, kv.block_seq_len == kSmallBlock, group > kHeadTile});
   Check(variant.kernel != nullptr, "the formats of K and V must be a listed pair");
   if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // not with today's kernels: kMaxShared
-    throw InvalidArgument("head_dim " + std::to_string(kv.head_dim) + " with K " +
-                          ToString(kv.format[0]) + " and V " + ToString(kv.format[1]) +
-                          " does not fit " + gpu.name + ", which has " +
-                          std::to_string(gpu.shared_bytes_per_block) +
-                          " bytes of shared memory per block. It needs " +
-                          std::to_string(variant.shared_bytes) + ". Use --device cpu.");
+    throw InvalidArgument(
+        "head_dim", std::to_string(kv.head_dim) + " with K " + ToString(kv.format[0]) + " and V " +
+                        ToString(kv.format[1]) + " does not fit " + gpu.name + ", which has " +
+                        std::to_string(gpu.shared_bytes_per_block) +
+                        " bytes of shared memory per block. It needs " +
+                        std::to_string(variant.shared_bytes) + ". Use --device cpu.");
   }
   return variant;
 }

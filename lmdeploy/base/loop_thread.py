@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from lmdeploy.engine.async_engine import EngineFailure
+from lmdeploy.base.errors import EngineFailure
 
 T = TypeVar("T")
 
