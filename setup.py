@@ -20,8 +20,8 @@ LIBRARIES = (Path("lmdeploy/libkvx.so.1"), Path("lmdeploy/libturbomind_cuda.so")
 class CMakeBuild(build_ext):
     """Runs CMake and adds the module, libkvx with its headers, and the CUDA library to the package.
 
-    `CMAKE_ARGS=-DTM_CUDA=ON` builds the CUDA library. cmake/cuda.cmake lists its options. A wheel has
-    the kernels of every CPU, and an editable install those of this machine (`TM_CPU_ISAS`).
+    `CMAKE_ARGS=-DTM_CUDA=ON` builds the CUDA library. cmake/cuda.cmake lists its options. A wheel
+    has the kernels of every CPU, and an editable install those of this machine (`TM_CPU_ISAS`).
     """
 
     def build_extension(self, ext: Extension) -> None:
