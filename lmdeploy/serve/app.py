@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import EngineFailure
@@ -78,16 +79,17 @@ def make_app(
         if state.tracer is not None:
             await asyncio.to_thread(state.tracer.close)
 
+    routes: list[Route] = [*_routes()]
+    if not options.disable_fastapi_docs:
+        document = make_document(_routes(), has_keys=bool(options.api_keys))
+        routes.append(Route("/openapi.json", lambda _: JSONResponse(document)))
     # AuthMiddleware converts the exceptions that no handler here catches.
     own = dict.fromkeys((ApiError, OptionError, EngineFailure), _on_error)
     app = Starlette(
-        routes=_routes(),
+        routes=routes,
         exception_handlers={**own, HTTPException: _on_http_error},
         lifespan=lifespan,
     )
-    if not options.disable_fastapi_docs:
-        document = make_document(_routes(), has_keys=bool(options.api_keys))
-        app.add_route("/openapi.json", lambda _: JSONResponse(document))
     app.add_middleware(
         AuthMiddleware,
         api_keys=options.api_keys,

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from lmdeploy.serve.errors import ANTHROPIC_PATHS
+from lmdeploy.serve.schema import ApiRequest
 from lmdeploy.version import __version__
 
 _DESCRIPTIONS = {
@@ -69,7 +70,7 @@ class About:
     """
 
     errors: Sequence[int] = ()
-    body: type[BaseModel] | None = None
+    body: type[ApiRequest] | None = None
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     content: str = "application/json"
     events: bool = False

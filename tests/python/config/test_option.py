@@ -14,6 +14,12 @@ from tiny_models import TINY_MODELS, make_model, save_model
 from lmdeploy import GenerationConfig, TurbomindEngineConfig, _turbomind
 from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.option_flags import add_flags, flag_values, refused_flags
+from lmdeploy.config.lite_options import (
+    CalibrationOptions,
+    ReportOptions,
+    SearchOptions,
+    WeightOptions,
+)
 from lmdeploy.config.option import Option, check, copy_to_core, options_of
 from lmdeploy.engine.devices import open_device
 from lmdeploy.engine.kv_quality import resolve_kv_options
@@ -23,6 +29,7 @@ from lmdeploy.replicas.options import ReplicaOptions
 from lmdeploy.serve.state import ServerOptions
 
 CLASSES = (TurbomindEngineConfig, GenerationConfig, ServerOptions, ReplicaOptions)
+LITE_CLASSES = (CalibrationOptions, ReportOptions, SearchOptions, WeightOptions)
 # The identity of a store with default options, except for the hash of the model. Blocks of another
 # identity are not found, so that this changes only together with the bytes of a block.
 DEFAULT_IDENTITY = (
@@ -145,11 +152,34 @@ def test_check_refuses_wrong_values(values: dict[str, Any], message: str) -> Non
     assert "--" not in str(info.value)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", [*CLASSES, *LITE_CLASSES])
 def test_every_option_says_what_it_is(cls: type) -> None:
     lacking = [o.name for o in options_of(cls).values() if not o.meaning]
     assert lacking == [o.name for o in options_of(cls).values() if o.more.unsupported is not None]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_defaults_are_accepted(cls: type) -> None:
     check(cls())
+
+
+def test_an_option_without_a_default_is_required() -> None:
+    @dataclasses.dataclass
+    class Needing:
+        """Options.
+
+        Args:
+            file: what to read.
+        """
+
+        file: Path
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, Needing, title="sample")
+    assert flag_values(Needing, parser.parse_args(["--file", "x"])) == {"file": Path("x")}
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parser.parse_args([])
+    assert "default" not in parser.format_help()
 
 
 @pytest.mark.parametrize(
