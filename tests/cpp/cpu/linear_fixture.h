@@ -391,30 +391,37 @@ inline void SetScale(Matrix& m, int64_t output, uint8_t upper) {
 template <class T>
 class DeviceArray {
  public:
-  DeviceArray(Device& device, const std::vector<T>& values)
-      : device_(device), size_(values.size()), data_(static_cast<T*>(device.Reserve(bytes()))) {
-    device_.Copy(data_, values.data(), bytes());
-    device_.Synchronize();
+  // The values begin `offset` elements after an aligned address.
+  DeviceArray(Device& device, const std::vector<T>& values, size_t offset = 0)
+      : device_(device), size_(values.size()), offset_(offset) {
+    memory_ = static_cast<T*>(device.Reserve(bytes()));
+    Write(values);
   }
-  ~DeviceArray() { device_.Release(data_, bytes()); }
+  ~DeviceArray() { device_.Release(memory_, bytes()); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
 
-  T* data() const { return data_; }
+  // Null if there are no values.
+  T* data() const { return size_ > 0 ? memory_ + offset_ : nullptr; }
+  void Write(const std::vector<T>& values) const {
+    device_.Copy(data(), values.data(), values.size() * sizeof(T));
+    device_.Synchronize();
+  }
   std::vector<T> Read() const {
     std::vector<T> values(size_);
     device_.Synchronize();
-    device_.Copy(values.data(), data_, bytes());
+    device_.Copy(values.data(), data(), size_ * sizeof(T));
     device_.Synchronize();
     return values;
   }
 
  private:
-  size_t bytes() const { return size_ * sizeof(T); }
+  size_t bytes() const { return (size_ + offset_) * sizeof(T); }
 
   Device& device_;
   size_t size_;
-  T* data_;
+  size_t offset_;
+  T* memory_ = nullptr;
 };
 
 struct Call {

@@ -92,8 +92,5 @@ inline double RelativeError(const Both<float>& values, size_t size) {
   }
   return std::sqrt(error / norm);
 }
-inline double RelativeError(const Both<float>& values) {
-  return RelativeError(values, values.size());
-}
 
 }  // namespace turbomind::testing

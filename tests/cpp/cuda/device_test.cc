@@ -1,4 +1,5 @@
-// A GPU as a device: threads, memory exhaustion and object lifetimes.
+// A GPU as a device, which has the properties of device_suite.h: threads, memory exhaustion and
+// object lifetimes.
 
 #include <doctest/doctest.h>
 
@@ -10,10 +11,18 @@
 #include <thread>
 #include <vector>
 
+#include "ops/device_suite.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/runtime/runtime.h"
 
-namespace turbomind::cuda {
+namespace turbomind {
+
+testing::Backend testing::TestedBackend() {
+  // exp has an error of 2 ulp on a GPU.
+  return {.devices = {{"gpu", [] { return cuda::MakeDevice(0, {}); }}}, .relative = 2e-6};
+}
+
+namespace cuda {
 namespace {
 
 constexpr size_t kBytes = 64;
@@ -84,4 +93,5 @@ TEST_CASE("a device has the requested number of threads") {
 }
 
 }  // namespace
-}  // namespace turbomind::cuda
+}  // namespace cuda
+}  // namespace turbomind

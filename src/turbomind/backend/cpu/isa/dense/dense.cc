@@ -94,8 +94,9 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   float* out = params.out + row * dim;
   const float scale = params.row_scales != nullptr ? params.row_scales[row] : 1.f;
   const auto scaled = [&](F32x16 gate, F32x16 up) {
-    return params.row_scales == nullptr ? fn(gate, up)
-                                        : fn(Mul(gate, Set1(scale)), Mul(up, Set1(scale)));
+    return params.row_scales == nullptr
+               ? fn(gate, up)
+               : fn(Mul(gate, Set1(scale)), params.gated ? Mul(up, Set1(scale)) : up);
   };
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
@@ -194,7 +195,7 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
       });
     case Activation::kRelu2:
       return Gate(params, row, [](F32x16 g, F32x16 up) {
-        const F32x16 positive = Max(g, Zero());
+        const F32x16 positive = Max(Zero(), g);  // NaN remains NaN
         return Mul(Mul(positive, positive), up);
       });
     case Activation::kClampedSwiglu:
