@@ -75,23 +75,20 @@ class DeviceSuite {
 
   double relative() const { return backend_.relative; }
 
-  // Returns run(device), which has the same bits for all devices.
-  template <class F>
-  auto OnAll(const F& run) const {
-    const auto first = run(*devices_[0]);
-    for (size_t i = 1; i < devices_.size(); ++i) {
-      CAPTURE(backend_.devices[i].name);
-      REQUIRE(Same(run(*devices_[i]), first));
-    }
-    return first;
-  }
-
   template <class F>
   void ForAll(const F& check) const {
     for (size_t i = 0; i < devices_.size(); ++i) {
       CAPTURE(backend_.devices[i].name);
       check(*devices_[i]);
     }
+  }
+
+  // Returns run(device), which has the same bits in another run and on all devices.
+  template <class F>
+  auto OnAll(const F& run) const {
+    const auto first = run(*devices_[0]);
+    ForAll([&](Device& device) { REQUIRE(Same(run(device), first)); });
+    return first;
   }
 
  private:
