@@ -57,10 +57,12 @@ if command -v ccache >/dev/null; then
   export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"
 fi
 target="."
+options="-DTM_UNITY=ON"
 if [ "$purpose" = test ]; then
   target=".[test]"
-  export CMAKE_ARGS="-DTM_CPU_ISAS=all ${CMAKE_ARGS:-}"
+  options="-DTM_CPU_ISAS=all" # as scripts/check.sh, which shares the compiler cache
 fi
+export CMAKE_ARGS="$options ${CMAKE_ARGS:-}"
 PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$target"
 
 if [ "$purpose" = test ]; then

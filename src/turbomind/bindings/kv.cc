@@ -64,7 +64,7 @@ std::vector<std::vector<float>> Layers(const char* name, const py::object& objec
 }
 
 template <class T>
-py::array_t<T> Array(const std::vector<T>& values, const std::vector<py::ssize_t>& shape) {
+py::array_t<T> ToArray(const std::vector<T>& values, const std::vector<py::ssize_t>& shape) {
   return py::array_t<T>(shape, values.data());
 }
 
@@ -126,12 +126,12 @@ py::dict ToDict(const KvStatistics& statistics) {
   const py::ssize_t channels = statistics.head_dim();
   py::dict result;
   result["tokens"] = statistics.num_tokens();
-  result["k_sum"] = Array(statistics.k_sum(), {layers, heads, channels});
-  result["k_square_sum"] = Array(statistics.k_square_sum(), {layers, heads, channels});
-  result["k_amax"] = Array(statistics.k().amax, {layers, heads});
-  result["v_amax"] = Array(statistics.v().amax, {layers, heads});
-  result["k_histogram"] = Array(statistics.k().histogram, {layers, heads, KvStatistics::kBins});
-  result["v_histogram"] = Array(statistics.v().histogram, {layers, heads, KvStatistics::kBins});
+  result["k_sum"] = ToArray(statistics.k_sum(), {layers, heads, channels});
+  result["k_square_sum"] = ToArray(statistics.k_square_sum(), {layers, heads, channels});
+  result["k_amax"] = ToArray(statistics.k().amax, {layers, heads});
+  result["v_amax"] = ToArray(statistics.v().amax, {layers, heads});
+  result["k_histogram"] = ToArray(statistics.k().histogram, {layers, heads, KvStatistics::kBins});
+  result["v_histogram"] = ToArray(statistics.v().histogram, {layers, heads, KvStatistics::kBins});
   return result;
 }
 
