@@ -18,14 +18,14 @@ namespace {
 void FillDenseKernels(CpuDenseKernels& /*kernels*/) { Refuse(); }
 void FillInt8Kernels(CpuDenseKernels& /*kernels*/) { Refuse(); }
 void FillKvKernels(CpuKvKernels& /*kernels*/) { Refuse(); }
-#if !defined(TM_ISA_amx)
-void FillRowKernels(CpuRowKernels& /*kernels*/) { Refuse(); }
-#endif
-#if defined(TM_ISA_avx512)
-void FillInt12Kernels(CpuDenseKernels& /*kernels*/) { Refuse(); }
-#elif defined(TM_ISA_amx)
+#if defined(TM_ISA_amx)
 void FillBf16Kernels(CpuDenseKernels& /*kernels*/) { Refuse(); }
 void FillBf16KvKernels(CpuKvKernels& /*kernels*/) { Refuse(); }
+#else
+void FillRowKernels(CpuRowKernels& /*kernels*/) { Refuse(); }
+#endif
+#if defined(TM_ISA_avx512) && !defined(TM_ISA_amx)
+void FillInt12Kernels(CpuDenseKernels& /*kernels*/) { Refuse(); }
 #endif
 
 }  // namespace turbomind::TM_ISA
