@@ -378,7 +378,7 @@ def test_cors_allowed_origin_can_read_answers_and_errors():
 
 def test_disable_fastapi_docs_removes_the_documentation(url):
     assert httpx.get(f"{url}/openapi.json").status_code == 200
-    assert httpx.get(f"{url}/docs").status_code == 404  # FastAPI's page loads a program from a CDN
+    assert httpx.get(f"{url}/docs").status_code == 404  # such pages load programs from a CDN
     with serving(make_engine(), disable_fastapi_docs=True) as without:
         assert httpx.get(f"{without}/openapi.json").status_code == 404
         assert post(without, "/v1/chat/completions", CHAT).status_code == 200
