@@ -33,7 +33,7 @@ logger = logging.getLogger("lmdeploy")
 
 @dataclass
 class TextModel:
-    """What turns prompts into token ids, and token ids into answers.
+    """The texts of a model: it turns prompts into token ids, and token ids into answers.
 
     `sampling` contains the defaults of the sampling options that a request does not set.
     """

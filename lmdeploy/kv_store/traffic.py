@@ -43,6 +43,24 @@ class PrefixCache(Protocol):
     ) -> int: ...
 
 
+class NoPrefixCache:
+    """A core whose blocks nobody moves, because it has none of its own."""
+
+    def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
+        """Return 0."""
+        return 0
+
+    def export_prefix(self, tokens: Sequence[int], *, first: int, salt: bytes) -> list[list[bytes]]:
+        """Return no blocks."""
+        return []
+
+    def import_prefix(
+        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
+    ) -> int:
+        """Take no blocks."""
+        return 0
+
+
 @dataclass
 class StoreStats:
     """Counts since the start. `rejected` values were not sealed with the store's secret."""

@@ -10,12 +10,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from lmdeploy._turbomind import EngineStats, MemoryPlan, Request, RequestOutput
+from lmdeploy.kv_store.traffic import NoPrefixCache
 from lmdeploy.replicas.transport import (
     Fields,
     Progress,
@@ -60,7 +61,7 @@ class _Reader:
     attempts: set[int] = field(default_factory=set)
 
 
-class ReplicatedCore:
+class ReplicatedCore(NoPrefixCache):
     """An EngineCore whose requests run on replicas. Thread-safe.
 
     One call per replica reads the outputs of all requests on it. If the replica dies, fails or
@@ -147,20 +148,6 @@ class ReplicatedCore:
     def memory_plan(self) -> MemoryPlan:
         """Return the memory plan of one replica."""
         return self._plan
-
-    def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
-        """Return 0, because the blocks stay with the replicas."""
-        return 0
-
-    def export_prefix(self, tokens: Sequence[int], *, first: int, salt: bytes) -> list[list[bytes]]:
-        """Return no blocks."""
-        return []
-
-    def import_prefix(
-        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
-    ) -> int:
-        """Take no blocks."""
-        return 0
 
     def close(self) -> None:
         """Cancel all requests and stop. Idempotent."""

@@ -59,7 +59,7 @@ class AnthropicError(BaseModel):
 
 @dataclass(frozen=True)
 class About:
-    """What /openapi.json says about a route besides its path and methods.
+    """The part of /openapi.json about a route that its path and methods do not tell.
 
     Args:
         errors: statuses besides those of every endpoint.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.core import EngineCore, RunningCore, StartedCore
 from lmdeploy.engine.kv_quality import KvOptions
 from lmdeploy.engine.load import TextModel
+from lmdeploy.kv_store.traffic import NoPrefixCache
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import TokenLogprobs
@@ -153,7 +154,7 @@ class Running:
     tokens: list[int] = field(default_factory=list)
 
 
-class FakeCore:
+class FakeCore(NoPrefixCache):
     """Generates the tokens of `script(prompt text)`, one per step, then EOS."""
 
     clipped: tuple[tuple[int, int], ...] = ((0, 0), (128, 0))
@@ -303,17 +304,6 @@ class FakeCore:
                 "session_bytes_none": 150_000,
             }
         )
-
-    def cached_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
-        return 0
-
-    def export_prefix(self, tokens: Sequence[int], *, first: int, salt: bytes) -> list[list[bytes]]:
-        return []
-
-    def import_prefix(
-        self, tokens: Sequence[int], *, first: int, blocks: list[list[bytes]], salt: bytes
-    ) -> int:
-        return 0
 
     def close(self) -> None:
         self.closed = True
