@@ -121,8 +121,11 @@ std::optional<InvalidArgument> CheckParams(const SamplingParams& p) {
   if (!(p.repetition_penalty > 0.f) || std::isinf(p.repetition_penalty)) {
     return wrong("repetition_penalty", p.repetition_penalty, "finite and above 0.");
   }
-  if (!std::isfinite(p.presence_penalty) || !std::isfinite(p.frequency_penalty)) {
-    return InvalidArgument("presence_penalty", "and frequency_penalty must be finite.");
+  if (!std::isfinite(p.presence_penalty)) {
+    return wrong("presence_penalty", p.presence_penalty, "finite.");
+  }
+  if (!std::isfinite(p.frequency_penalty)) {
+    return wrong("frequency_penalty", p.frequency_penalty, "finite.");
   }
   return std::nullopt;
 }

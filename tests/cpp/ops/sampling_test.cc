@@ -463,6 +463,8 @@ TEST_CASE("penalties and logit_bias change the logits") {
     request.sampling.frequency_penalty = 0.6f;
     CHECK(Sample(logits, request, {0}).token == 0);
     CHECK(Sample(logits, request, {0, 0}).token == 1);
+    request.sampling.frequency_penalty = INFINITY;
+    CHECK(WrongField(logits, request) == "frequency_penalty");
   }
   SUBCASE("logit_bias is added to logits and its token ids are checked") {
     request.sampling.logit_bias = {{2, 10.f}, {0, -1.f}};
