@@ -42,6 +42,8 @@ struct DeviceCapability {
   // The ops compute every MatrixFormat as it is. If false, the loader converts K-quants and NVFP4
   // to other formats, and PackMatrix refuses them.
   bool has_all_formats = false;
+  // The device has the ops of recurrent layers.
+  bool has_recurrent_layers = false;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
   // n-gram drafts are on unless the options turn them off: StepCost describes what they cost.

@@ -10,6 +10,7 @@
 #include "turbomind/core/function_ref.h"
 #include "turbomind/kv/kv_format.h"
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
 
@@ -88,6 +89,11 @@ class Device : public DeviceMemory {
   virtual void PrefillAttention(const AttentionParams& params) = 0;
   // Handles sequences [0, num_decode) of the batch. It reads packed payload and scales directly.
   virtual void DecodeAttention(const AttentionParams& params) = 0;
+  // The ops of recurrent layers. REQUIRES: capability().has_recurrent_layers.
+  virtual void ShortConvolution(const ShortConvolutionParams& params) = 0;
+  virtual void GatedDelta(const GatedDeltaParams& params) = 0;
+  virtual void GatedNorm(const GatedNormParams& params) = 0;
+  virtual void SigmoidGate(const SigmoidGateParams& params) = 0;
   // Returns false and writes nothing if the host must read the logits and compute the argmax.
   virtual bool ArgMaxRows(const ArgMaxRowsParams& params) {
     static_cast<void>(params);

@@ -69,6 +69,12 @@ class ForwardingDevice : public Device {
     device_->PrefillAttention(params);
   }
   void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
+  void ShortConvolution(const ShortConvolutionParams& params) override {
+    device_->ShortConvolution(params);
+  }
+  void GatedDelta(const GatedDeltaParams& params) override { device_->GatedDelta(params); }
+  void GatedNorm(const GatedNormParams& params) override { device_->GatedNorm(params); }
+  void SigmoidGate(const SigmoidGateParams& params) override { device_->SigmoidGate(params); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
   bool SampleRows(const SampleRowsParams& params) override { return device_->SampleRows(params); }
 

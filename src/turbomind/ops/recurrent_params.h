@@ -1,0 +1,115 @@
+#pragma once
+
+// ⑥⑦ Arguments of the ops of recurrent layers. A recurrent layer keeps a *state* of fixed size per
+// sequence instead of K and V per token: the last inputs of a short convolution, and a matrix per
+// head. States are FP32 and lie in slots of a pool (kv/kv_cache.h).
+//
+// Every op computes token by token, so a token's result does not depend on how its prompt was cut
+// into steps. The state before the first position of a sequence is zero, whatever its slot holds.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+// The same part of every slot of a pool: one array of FP32 of one layer. Plain data.
+struct StateView {
+  std::byte* data = nullptr;  // that of slot 0
+  int64_t slot_bytes = 0;     // between slots, a multiple of 64
+
+  TM_HD float* At(int64_t slot) const { return reinterpret_cast<float*>(data + slot * slot_bytes); }
+};
+
+// A copy of a sequence's state after the first `num_tokens` of its new tokens.
+struct StateSave {
+  int32_t sequence = 0;    // index in the batch
+  int32_t num_tokens = 0;  // 1 to the sequence's new tokens
+  int32_t checkpoint = 0;  // slot in the pool of checkpoints
+};
+
+// The states of a step. All layers share it. The arrays are on the host, as those of BatchView.
+struct StateBatch {
+  const int32_t* slots = nullptr;    // [num_seqs] slot in the pool of working states
+  const StateSave* saves = nullptr;  // [num_saves], ascending by sequence, then by num_tokens
+  int num_saves = 0;
+};
+
+// Where one array of a layer's state is read and written: it is read from the sequence's working
+// slot, and its new value is written there and to the checkpoints of StateBatch::saves.
+struct StatePair {
+  StateView working;
+  StateView checkpoints;
+};
+
+// Convolves every channel with the last `kernel` inputs of its sequence, its own included:
+//   out[t, c] = f(sum over j of weight[j, c] * x[t - (kernel - 1) + j, c] + bias[c])
+// where f is SiLU, or the identity. Inputs before the first position are zero. `out` must not
+// overlap `x`. The state holds the last kernel - 1 inputs, the oldest first.
+struct ShortConvolutionParams {
+  const float* x = nullptr;       // [num_tokens, channels], rows x_stride floats apart
+  int64_t x_stride = 0;
+  const float* weight = nullptr;  // [kernel, channels]
+  const float* bias = nullptr;    // [channels] or null
+  float* out = nullptr;           // [num_tokens, channels]
+  int channels = 0;
+  int kernel = 0;  // 2 to kMaxConvolutionKernel
+  bool silu = true;
+  StatePair state;  // [kernel - 1, channels]
+  StateBatch states;
+  BatchView batch;  // block tables are not read
+};
+
+inline constexpr int kMaxConvolutionKernel = 8;
+
+// Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head
+// h / (value_heads / key_heads). For each token, with the head's state S:
+//   q' = q / sqrt(|q|² + 1e-6) / sqrt(key_dim),  k' = k / sqrt(|k|² + 1e-6)
+//   S = exp(-decay[h] * softplus(a[h] + dt_bias[h])) * S
+//   S += k' ⊗ (sigmoid(b[h]) * (v[h] - Sᵀ k'))
+//   out[h] = Sᵀ q'
+struct GatedDeltaParams {
+  const float* q = nullptr;  // [num_tokens, key_heads, key_dim], rows qkv_stride floats apart
+  const float* k = nullptr;  // same
+  const float* v = nullptr;  // [num_tokens, value_heads, value_dim], rows qkv_stride floats apart
+  int64_t qkv_stride = 0;
+  const float* b = nullptr;  // [num_tokens, value_heads], rows gate_stride floats apart
+  const float* a = nullptr;  // same
+  int64_t gate_stride = 0;
+  const float* decay = nullptr;    // [value_heads] exp(A_log)
+  const float* dt_bias = nullptr;  // [value_heads]
+  float* out = nullptr;            // [num_tokens, value_heads, value_dim]
+  int key_heads = 0;
+  int value_heads = 0;  // a multiple of key_heads
+  int key_dim = 0;      // a multiple of 16
+  int value_dim = 0;    // a multiple of 16
+  StatePair state;      // [value_heads, key_dim, value_dim]
+  StateBatch states;
+  BatchView batch;
+};
+
+// Normalizes runs of `group` values and multiplies with a gate:
+//   out = x / sqrt(mean(x²) + eps) * weight * silu(z)
+// `out` may be `x`.
+struct GatedNormParams {
+  const float* x = nullptr;  // [num_rows, dim]
+  const float* z = nullptr;  // [num_rows, dim], rows z_stride floats apart
+  int64_t z_stride = 0;
+  const float* weight = nullptr;  // [group], the same for every run
+  float* out = nullptr;           // [num_rows, dim]
+  int num_rows = 0;
+  int dim = 0;
+  int group = 0;  // divides dim
+  float eps = 1e-6f;
+};
+
+// Computes x = x * sigmoid(gate).
+struct SigmoidGateParams {
+  float* x = nullptr;           // [count]
+  const float* gate = nullptr;  // [count]
+  int64_t count = 0;
+};
+
+}  // namespace turbomind
