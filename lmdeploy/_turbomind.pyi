@@ -94,6 +94,14 @@ class NormConfig(_Fields):
     qk_after_rope: bool
     qk_unit: bool
 
+class RecurrentConfig(_Fields):
+    layers: list[int]  # per layer; 1: recurrent, 0: attention; empty: no recurrent layer
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # of the convolution
+
 class QueryScaling(_Fields):
     beta: float  # 0: none
     length: int
@@ -117,6 +125,8 @@ class ModelConfig(_Fields):
     logit_cap: float  # 0: none
     parallel: bool
     gated: bool
+    attention_gate: bool  # attention is multiplied by the sigmoid of a projection of its input
+    recurrent: RecurrentConfig
     norm: NormConfig
     query_scaling: QueryScaling
     query_scaling_without_rope: bool

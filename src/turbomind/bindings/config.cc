@@ -62,6 +62,13 @@ void DefModelParts(py::module_& m) {
                  &MoeConfig::top_groups, &MoeConfig::scale, &MoeConfig::layers>());
   DefFields(moe);
 
+  py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");
+  DefMembers<RecurrentConfig>(
+      recurrent, MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
+                            &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
+                            &RecurrentConfig::value_dim, &RecurrentConfig::kernel>());
+  DefFields(recurrent);
+
   py::class_<NormConfig> norm(m, "NormConfig");
   DefMembers<NormConfig>(
       norm,
@@ -90,7 +97,8 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::swiglu_limit, &ModelConfig::moe, &ModelConfig::attention_cap,
                  &ModelConfig::embedding_scale, &ModelConfig::residual_scale,
                  &ModelConfig::logit_scale, &ModelConfig::logit_cap, &ModelConfig::parallel,
-                 &ModelConfig::gated, &ModelConfig::norm, &ModelConfig::query_scaling,
+                 &ModelConfig::gated, &ModelConfig::attention_gate, &ModelConfig::recurrent,
+                 &ModelConfig::norm, &ModelConfig::query_scaling,
                  &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
                  &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());
   model.def("validate", &ModelConfig::Validate);

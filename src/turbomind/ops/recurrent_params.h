@@ -26,8 +26,14 @@ struct StateView {
 // A copy of a sequence's state after the first `num_tokens` of its new tokens.
 struct StateSave {
   int32_t sequence = 0;    // index in the batch
-  int32_t num_tokens = 0;  // 1 to the sequence's new tokens
+  int32_t num_tokens = 0;  // 1 to the sequence's new tokens - 1
   int32_t checkpoint = 0;  // slot in the pool of checkpoints
+};
+
+// A copy between a working slot and a checkpoint, before or after a step.
+struct StateCopy {
+  int32_t slot = 0;
+  int32_t checkpoint = 0;
 };
 
 // The states of a step. All layers share it. The arrays are on the host, as those of BatchView.
@@ -49,7 +55,7 @@ struct StatePair {
 // where f is SiLU, or the identity. Inputs before the first position are zero. `out` must not
 // overlap `x`. The state holds the last kernel - 1 inputs, the oldest first.
 struct ShortConvolutionParams {
-  const float* x = nullptr;       // [num_tokens, channels], rows x_stride floats apart
+  const float* x = nullptr;  // [num_tokens, channels], rows x_stride floats apart
   int64_t x_stride = 0;
   const float* weight = nullptr;  // [kernel, channels]
   const float* bias = nullptr;    // [channels] or null
