@@ -67,6 +67,7 @@ def open_gguf(path: Path) -> Checkpoint:
             layout=TensorLayout(
                 names=names,
                 experts=family.experts.gguf if family.experts else (),
+                recurrent=family.recurrent.gguf_tensors if family.recurrent else {},
                 interleaved_rope=family.gguf_interleaved_rope,
                 unused=tuple(
                     pattern.replace("<layers>", str(config.num_layers))
