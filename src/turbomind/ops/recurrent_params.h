@@ -7,21 +7,12 @@
 // Every op computes token by token, so a token's result does not depend on how its prompt was cut
 // into steps. The state before the first position of a sequence is zero, whatever its slot holds.
 
-#include <cstddef>
 #include <cstdint>
 
-#include "turbomind/core/host_device.h"
+#include "turbomind/kv/state_view.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
-
-// The same part of every slot of a pool: one array of FP32 of one layer. Plain data.
-struct StateView {
-  std::byte* data = nullptr;  // that of slot 0
-  int64_t slot_bytes = 0;     // between slots, a multiple of 64
-
-  TM_HD float* At(int64_t slot) const { return reinterpret_cast<float*>(data + slot * slot_bytes); }
-};
 
 // A copy of a sequence's state after the first `num_tokens` of its new tokens.
 struct StateSave {
@@ -49,7 +40,7 @@ struct StatePair {
 // where f is SiLU, or the identity. Inputs before the first position are zero. `out` must not
 // overlap `x`. The state holds the last kernel - 1 inputs, the oldest first.
 struct ShortConvolutionParams {
-  const float* x = nullptr;       // [num_tokens, channels], rows x_stride floats apart
+  const float* x = nullptr;  // [num_tokens, channels], rows x_stride floats apart
   int64_t x_stride = 0;
   const float* weight = nullptr;  // [kernel, channels]
   const float* bias = nullptr;    // [channels] or null
