@@ -449,7 +449,7 @@ void Engine::Impl::CollectStats() {
   totals.blocks_free = quantized.free;
   totals.blocks_cached = quantized.cached;
   totals.blocks_active = quantized.active;
-  const BlockCounts window16 = sum(state->cache.num_groups(), state->cache.num_pools());
+  const BlockCounts window16 = sum(state->cache.num_groups(), state->cache.num_kv_pools());
   totals.window16_blocks_total = window16.total;
   totals.window16_blocks_free = window16.free;
   totals.window16_blocks_cached = window16.cached;

@@ -22,6 +22,9 @@ void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& c
   const bool has_scales[] = {per_layer("K scales", calibration.k_scales),
                              per_layer("V scales", calibration.v_scales)};
   for (int i = 0; i < num_layers; ++i) {
+    if (cache.GroupOf(i) < 0) {
+      continue;  // no attention
+    }
     const auto layer = static_cast<size_t>(i);
     if (has_mean) {
       cache.SetKMean(i, calibration.k_mean[layer]);

@@ -36,14 +36,17 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
     : device_(device),
       block_seq_len_(config.block_seq_len),
       kv_heads_(config.kv_heads),
+      state_bytes_(config.state_bytes),
       groups_(MakeLayerGroups(config)),
+      has_window16_pools_(HasWindow16(groups_)),
       num_blocks_(std::move(num_blocks)),
-      group_of_(config.layers.size()),
+      group_of_(config.layers.size(), -1),
       index_in_group_(config.layers.size()),
       global_scales_(2 * config.layers.size()),
       k_means_(config.layers.size()) {
-  const size_t num_pools = groups_.size() * (HasWindow16(groups_) ? 2 : 1);
-  Check(num_blocks_.size() == num_pools, "every pool must have a number of blocks");
+  Check(state_bytes_ >= 0 && state_bytes_ % 64 == 0, "the state must be a multiple of 64 bytes");
+  Check(num_pools() == num_kv_pools() + (has_states() ? 2 : 0),
+        "every pool must have a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t i = 0; i < groups_[g].layers.size(); ++i) {
       const auto layer = static_cast<size_t>(groups_[g].layers[i]);
@@ -51,22 +54,14 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       index_in_group_[layer] = static_cast<int>(i);
     }
   }
-  for (int pool = 0; pool < this->num_pools(); ++pool) {
-    const int64_t blocks = this->num_blocks(pool);
-    if (IsEmpty(pool)) {
-      Check(blocks == 0, "a pool without a layout must have no blocks");
-    } else if (blocks < 1 || blocks > std::numeric_limits<int32_t>::max()) {
-      throw InvalidArgument(
-          "The KV cache would have " + std::to_string(blocks) +
-          " blocks in a pool, but needs 1 to 2147483647. Change cache_max_entry_count.");
-    }
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    CheckNumBlocks(pool);
   }
   try {
-    for (int pool = 0; pool < this->num_pools(); ++pool) {
-      const bool is_empty = IsEmpty(pool);
+    for (int pool = 0; pool < num_pools(); ++pool) {
       const int64_t blocks = this->num_blocks(pool);
-      data_.push_back(is_empty ? Pool{} : Reserve(blocks * PoolLayout(pool).block_bytes()));
-      scales_.push_back(is_empty ? Pool{} : Reserve(blocks * PoolLayout(pool).scale_block_bytes()));
+      data_.push_back(Reserve(blocks * data_bytes_per_block(pool)));
+      scales_.push_back(Reserve(blocks * scale_bytes_per_block(pool)));
     }
   } catch (...) {
     ReleaseAll();
@@ -97,13 +92,33 @@ void KvCache::ReleaseAll() {
 }
 
 bool KvCache::IsEmpty(int pool) const {
-  return pool >= num_groups() && !groups_[static_cast<size_t>(pool - num_groups())].window16_layout;
+  return pool >= num_groups() && !IsState(pool) &&
+         !groups_[static_cast<size_t>(GroupOfPool(pool))].window16_layout;
+}
+
+void KvCache::CheckNumBlocks(int pool) const {
+  const int64_t blocks = num_blocks(pool);
+  if (IsEmpty(pool)) {
+    Check(blocks == 0, "a pool without a layout must have no blocks");
+    return;
+  }
+  const int64_t min_blocks = has_states() && pool == CheckpointPool() ? 0 : 1;
+  if (blocks < min_blocks || blocks > std::numeric_limits<int32_t>::max()) {
+    throw InvalidArgument("The KV cache would have " + std::to_string(blocks) +
+                          " blocks in a pool, but needs " + std::to_string(min_blocks) +
+                          " to 2147483647. Change cache_max_entry_count.");
+  }
 }
 
 const block::Layout& KvCache::PoolLayout(int pool) const {
-  Check(pool >= 0 && pool < num_pools() && !IsEmpty(pool), "the pool must exist");
-  const LayerGroup& group = groups_[static_cast<size_t>(pool % num_groups())];
+  Check(pool >= 0 && pool < num_kv_pools() && !IsEmpty(pool), "the KV pool must exist");
+  const LayerGroup& group = groups_[static_cast<size_t>(GroupOfPool(pool))];
   return pool < num_groups() ? group.layout : *group.window16_layout;
+}
+
+StateView KvCache::WholeSlots(int pool) const {
+  Check(has_states(), "only a model with recurrent layers has states");
+  return {data_[static_cast<size_t>(pool)].memory, state_bytes_};
 }
 
 void KvCache::CheckId(int pool, int64_t block) const {
@@ -115,8 +130,15 @@ int KvCache::GroupOf(int layer) const { return group_of_.at(static_cast<size_t>(
 
 int64_t KvCache::num_blocks(int pool) const { return num_blocks_.at(static_cast<size_t>(pool)); }
 
-int64_t KvCache::bytes_per_block(int pool) const {
-  return IsEmpty(pool) ? 0 : PoolLayout(pool).block_bytes() + PoolLayout(pool).scale_block_bytes();
+int64_t KvCache::data_bytes_per_block(int pool) const {
+  if (IsState(pool)) {
+    return state_bytes_;
+  }
+  return IsEmpty(pool) ? 0 : PoolLayout(pool).block_bytes();
+}
+
+int64_t KvCache::scale_bytes_per_block(int pool) const {
+  return IsState(pool) || IsEmpty(pool) ? 0 : PoolLayout(pool).scale_block_bytes();
 }
 
 int64_t KvCache::data_bytes(int pool) const {
@@ -159,18 +181,18 @@ KvLayerView KvCache::Window16LayerView(int layer) const {
 
 std::byte* KvCache::GetBlockPtr(int pool, int64_t block) const {
   CheckId(pool, block);
-  return data_[static_cast<size_t>(pool)].memory + block * PoolLayout(pool).block_bytes();
+  return data_[static_cast<size_t>(pool)].memory + block * data_bytes_per_block(pool);
 }
 
 std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
   CheckId(pool, block);
   std::byte* memory = scales_[static_cast<size_t>(pool)].memory;
-  return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
+  return memory ? memory + block * scale_bytes_per_block(pool) : nullptr;
 }
 
 BlockCopy KvCache::ReadBlock(int pool, int64_t block) const {
   BlockCopy bytes(static_cast<size_t>(bytes_per_block(pool)));
-  const auto data_bytes = static_cast<size_t>(PoolLayout(pool).block_bytes());
+  const auto data_bytes = static_cast<size_t>(data_bytes_per_block(pool));
   device_.Copy(bytes.data(), GetBlockPtr(pool, block), data_bytes);
   if (bytes.size() > data_bytes) {
     device_.Copy(bytes.data() + data_bytes, GetScaleBlockPtr(pool, block),
@@ -183,7 +205,7 @@ BlockCopy KvCache::ReadBlock(int pool, int64_t block) const {
 void KvCache::WriteBlock(int pool, int64_t block, std::span<const std::byte> bytes) {
   Check(static_cast<int64_t>(bytes.size()) == bytes_per_block(pool),
         "a written block must have the size of the pool's blocks");
-  const auto data_bytes = static_cast<size_t>(PoolLayout(pool).block_bytes());
+  const auto data_bytes = static_cast<size_t>(data_bytes_per_block(pool));
   device_.Copy(GetBlockPtr(pool, block), bytes.data(), data_bytes);
   if (bytes.size() > data_bytes) {
     device_.Copy(GetScaleBlockPtr(pool, block), bytes.data() + data_bytes,
@@ -247,10 +269,10 @@ const float* KvCache::KMean(int layer) const {
 }
 
 void KvCache::CheckScaleBytes(int pool, int64_t block) const {
-  const block::Layout& layout = PoolLayout(pool);
-  if (layout.scale_block_bytes() == 0) {
+  if (scale_bytes_per_block(pool) == 0) {
     return;
   }
+  const block::Layout& layout = PoolLayout(pool);
   std::vector<std::byte> bytes(static_cast<size_t>(layout.scale_block_bytes()));
   device_.Copy(bytes.data(), GetScaleBlockPtr(pool, block), bytes.size());
   device_.Synchronize();

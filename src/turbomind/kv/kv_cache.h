@@ -8,6 +8,7 @@
 #include "turbomind/core/device_memory.h"
 #include "turbomind/kv/block_copies.h"
 #include "turbomind/kv/layer_group.h"
+#include "turbomind/kv/state_view.h"
 
 namespace turbomind {
 
@@ -18,10 +19,15 @@ namespace turbomind {
 // A *pool* holds blocks of one layer group. Each block has data and, for FP4, scales under one id.
 // Pools [0, num_groups) are the quantized pools, in the layers' KV formats. With a 16-bit window,
 // pools [num_groups, 2 · num_groups) are the 16-bit pools of the same groups. The 16-bit pool of a
-// group without 16-bit blocks is empty.
+// group without 16-bit blocks is empty. These are the KV pools.
+//
+// With recurrent layers, two pools of states follow. A block of them is the state of all recurrent
+// layers of one sequence (ops/recurrent_params.h). The first pool has the *working states* of
+// running sequences, the second one the *checkpoints*: copies of the state after the last token of
+// a block. It may be empty.
 class KvCache {
  public:
-  // num_blocks: one number per pool of MakeLayerGroups(config). `device` must outlive the cache.
+  // num_blocks: one number per pool, states included. `device` must outlive the cache.
   KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks);
   ~KvCache();
   KvCache(const KvCache&) = delete;
@@ -30,15 +36,28 @@ class KvCache {
   const std::vector<LayerGroup>& groups() const { return groups_; }
   int num_groups() const { return static_cast<int>(groups_.size()); }
   int num_pools() const { return static_cast<int>(num_blocks_.size()); }
-  bool has_window16_pools() const { return num_pools() > num_groups(); }
+  int num_kv_pools() const { return num_groups() * (has_window16_pools_ ? 2 : 1); }
+  bool has_window16_pools() const { return has_window16_pools_; }
   int Window16Pool(int group) const { return num_groups() + group; }
-  int GroupOf(int layer) const;  // `layer` is a model layer
+  // Returns the group of a KV pool.
+  int GroupOfPool(int pool) const { return pool % num_groups(); }
+  bool has_states() const { return state_bytes_ > 0; }
+  // REQUIRES: has_states().
+  int StatePool() const { return num_kv_pools(); }
+  int CheckpointPool() const { return num_kv_pools() + 1; }
+  // Returns the group of a model layer, or -1 if the layer has no attention.
+  int GroupOf(int layer) const;
+  // REQUIRES: the layer has attention, as for every view of its K and V.
   const PrecisionWindow& rule(int layer) const {
     return groups_[static_cast<size_t>(GroupOf(layer))].rule;
   }
   int block_seq_len() const { return block_seq_len_; }
   int64_t num_blocks(int pool) const;
-  int64_t bytes_per_block(int pool) const;
+  int64_t data_bytes_per_block(int pool) const;
+  int64_t scale_bytes_per_block(int pool) const;  // 0 without FP4
+  int64_t bytes_per_block(int pool) const {
+    return data_bytes_per_block(pool) + scale_bytes_per_block(pool);
+  }
   int64_t data_bytes(int pool) const;
   int64_t scale_bytes(int pool) const;  // 0 without FP4
   int64_t reserved_bytes() const;       // sum over all pools
@@ -46,6 +65,9 @@ class KvCache {
   // Returns the kernels' view of a model layer. It is valid for the lifetime of the cache.
   KvLayerView LayerView(int layer) const;
   KvLayerView Window16LayerView(int layer) const;  // data is null if there is no 16-bit window
+  // Return the whole slots of the working states and of the checkpoints. REQUIRES: has_states().
+  StateView states() const { return WholeSlots(StatePool()); }
+  StateView checkpoints() const { return WholeSlots(CheckpointPool()); }
 
   std::byte* GetBlockPtr(int pool, int64_t block) const;
   std::byte* GetScaleBlockPtr(int pool, int64_t block) const;  // null without FP4
@@ -75,16 +97,21 @@ class KvCache {
   };
   Pool Reserve(int64_t num_bytes);
   void ReleaseAll();
-  bool IsEmpty(int pool) const;
+  bool IsState(int pool) const { return pool >= num_kv_pools(); }
+  bool IsEmpty(int pool) const;  // whether a KV pool has no blocks by design
+  void CheckNumBlocks(int pool) const;
   const block::Layout& PoolLayout(int pool) const;
+  StateView WholeSlots(int pool) const;
   void CheckId(int pool, int64_t block) const;
 
   DeviceMemory& device_;
   int block_seq_len_;
   int kv_heads_;
+  int64_t state_bytes_;
   std::vector<LayerGroup> groups_;
+  bool has_window16_pools_;
   std::vector<int64_t> num_blocks_;
-  std::vector<int> group_of_;        // by model layer
+  std::vector<int> group_of_;        // by model layer; -1 without attention
   std::vector<int> index_in_group_;  // by model layer
   std::vector<Pool> data_;           // by pool
   std::vector<Pool> scales_;         // by pool

@@ -1,9 +1,7 @@
 #include "turbomind/kv/layer_group.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
-#include <string>
 #include <tuple>
 #include <utility>
 
@@ -111,15 +109,15 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
   std::map<std::tuple<bool, int, bool>, std::vector<int>> by_window;
   for (size_t layer = 0; layer < config.windows.size(); ++layer) {
     const int window = config.windows[layer];
-    if (window == std::numeric_limits<int>::min()) {
-      throw InvalidArgument("The sliding window of layer " + std::to_string(layer) + " is " +
-                            std::to_string(window) + ". A chunk must be shorter.");
+    if (window == kNoAttention) {
+      continue;
     }
     const bool is_chunk = window < 0;
     by_window[{is_chunk, window, has_no_window16(layer)}].push_back(static_cast<int>(layer));
   }
   if (by_window.empty()) {
-    throw InvalidArgument("The KV cache needs at least 1 layer, but the configuration has none.");
+    throw InvalidArgument(
+        "The KV cache needs at least 1 layer with attention, but the model has none.");
   }
   std::vector<LayerGroup> groups;
   for (auto& [key, layers] : by_window) {

@@ -24,6 +24,8 @@ struct KvCacheConfig {
   // those whose keys are quantized when they are written.
   bool k_offset = false;
   bool k_bias = false;  // as ModelConfig::k_bias
+  // Bytes of the state of all recurrent layers of one sequence, a multiple of 64; 0: none.
+  int64_t state_bytes = 0;
 };
 
 // Returns a configuration in which every layer has the same KV format for K and V.
@@ -72,8 +74,8 @@ struct LayerGroup {
 };
 
 // Returns the groups: full attention first, then windows in ascending order, then chunks; for equal
-// windows, 16-bit layers last. Throws InvalidArgument for any configuration that
-// block::Layout rejects.
+// windows, 16-bit layers last. Layers without attention are in no group. Throws InvalidArgument for
+// any configuration that block::Layout rejects, and if no layer has attention.
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config);
 
 // Returns whether any group has 16-bit blocks.

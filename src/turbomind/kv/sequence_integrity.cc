@@ -54,16 +54,9 @@ void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
 
 void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   const BlockManager& manager = managers_[static_cast<size_t>(pool)];
-  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool % cache_.num_groups())];
-  if (pool >= cache_.num_groups() && !layers.window16_layout) {
-    Check(manager.total() == 0, "a group without 16-bit blocks must have no 16-bit pool");
-    return;
-  }
-  const block::Layout& layout =
-      pool < cache_.num_groups() ? layers.layout : *layers.window16_layout;
   manager.CheckIntegrity();
-  Check(cache_.data_bytes(pool) == manager.total() * layout.block_bytes() &&
-            cache_.scale_bytes(pool) == manager.total() * layout.scale_block_bytes(),
+  Check(cache_.data_bytes(pool) == manager.total() * cache_.data_bytes_per_block(pool) &&
+            cache_.scale_bytes(pool) == manager.total() * cache_.scale_bytes_per_block(pool),
         "data and scales must have room for every block");
   std::vector<int> users(static_cast<size_t>(manager.high_water()), 0);
   for (const auto& [id, sequence] : sequences_) {

@@ -7,21 +7,12 @@
 // Every op computes token by token, so a token's result does not depend on how its prompt was cut
 // into steps. The state before the first position of a sequence is zero, whatever its slot holds.
 
-#include <cstddef>
 #include <cstdint>
 
-#include "turbomind/core/host_device.h"
+#include "turbomind/kv/state_view.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
-
-// The same part of every slot of a pool: one array of FP32 of one layer. Plain data.
-struct StateView {
-  std::byte* data = nullptr;  // that of slot 0
-  int64_t slot_bytes = 0;     // between slots, a multiple of 64
-
-  TM_HD float* At(int64_t slot) const { return reinterpret_cast<float*>(data + slot * slot_bytes); }
-};
 
 // A copy of a sequence's state after the first `num_tokens` of its new tokens.
 struct StateSave {

@@ -76,6 +76,54 @@ TEST_CASE("16-bit pools follow the quantized pools") {
   CHECK(device.reserved_bytes == 0);
 }
 
+TEST_CASE("pools of states follow the KV pools") {
+  MemoryDevice device;
+  {
+    KvCacheConfig config = Config({kNoAttention, 40, 0, kNoAttention});
+    config.state_bytes = 192;
+    for (const bool window16 : {false, true}) {
+      config.window16 = window16 ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
+      std::vector<int64_t> num_blocks(window16 ? 4 : 2, 3);
+      CHECK_THROWS_AS(KvCache(device, config, num_blocks), InternalError);
+      num_blocks.insert(num_blocks.end(), {5, 7});
+      KvCache cache(device, config, num_blocks);
+      CHECK(cache.has_window16_pools() == window16);
+      CHECK(cache.num_groups() == 2);
+      CHECK(cache.num_kv_pools() == (window16 ? 4 : 2));
+      CHECK(cache.num_pools() == cache.num_kv_pools() + 2);
+      CHECK(cache.GroupOf(0) == -1);
+      CHECK(cache.GroupOf(1) == 1);
+      CHECK(cache.GroupOf(2) == 0);
+      CHECK(cache.GroupOf(3) == -1);
+      REQUIRE(cache.has_states());
+      CHECK(cache.bytes_per_block(cache.StatePool()) == 192);
+      CHECK(cache.data_bytes(cache.StatePool()) == 5 * 192);
+      CHECK(cache.scale_bytes(cache.CheckpointPool()) == 0);
+      CHECK(cache.GetScaleBlockPtr(cache.CheckpointPool(), 6) == nullptr);
+      CHECK(cache.states().slot_bytes == 192);
+      CHECK(reinterpret_cast<std::byte*>(cache.states().At(4)) ==
+            cache.GetBlockPtr(cache.StatePool(), 4));
+      CHECK(reinterpret_cast<std::byte*>(cache.checkpoints().At(6)) ==
+            cache.GetBlockPtr(cache.CheckpointPool(), 6));
+      CHECK_THROWS_AS(cache.GetBlockPtr(cache.StatePool(), 5), InternalError);
+      CHECK(cache.reserved_bytes() == static_cast<int64_t>(device.reserved_bytes));
+      const BlockCopy copy(192, std::byte{3});
+      cache.WriteBlock(cache.CheckpointPool(), 6, copy);
+      CHECK(cache.ReadBlock(cache.CheckpointPool(), 6) == copy);
+      CHECK(cache.ReadBlock(cache.CheckpointPool(), 5) != copy);
+      CHECK_NOTHROW(cache.CheckScaleBytes(cache.CheckpointPool(), 5));
+    }
+    CHECK_NOTHROW(KvCache(device, config, {3, 3, 3, 3, 1, 0}));
+    CHECK_THROWS_AS(KvCache(device, config, {3, 3, 3, 3, 0, 1}), InvalidArgument);
+    config.state_bytes = 100;
+    CHECK_THROWS_AS(KvCache(device, config, {3, 3, 3, 3, 1, 1}), InternalError);
+    KvCache plain(device, Config({0}), {3});
+    CHECK(!plain.has_states());
+    CHECK_THROWS_AS(plain.states(), InternalError);
+  }
+  CHECK(device.reserved_bytes == 0);
+}
+
 TEST_CASE("formats other than FP4 have no scale pool; a failed reservation releases all memory") {
   MemoryDevice device;
   KvCache cache(device, Config({0}, KvCacheMode::kInt8), {4});

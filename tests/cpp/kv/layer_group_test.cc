@@ -3,7 +3,6 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <vector>
 
@@ -27,8 +26,16 @@ TEST_CASE("layers are grouped by their sliding window") {
   CHECK(groups[2].window == 40);
   CHECK(groups[2].layers == std::vector<int>{0, 2});
   CHECK(groups[2].bytes_per_block() == 2 * groups[1].bytes_per_block());
-  CHECK_THROWS_AS(MakeLayerGroups(Config({0, std::numeric_limits<int>::min()})), InvalidArgument);
   CHECK_THROWS_AS(MakeLayerGroups(Config({})), InvalidArgument);
+}
+
+TEST_CASE("layers without attention are in no group, and one layer needs attention") {
+  const std::vector<LayerGroup> groups =
+      MakeLayerGroups(Config({kNoAttention, 0, kNoAttention, 8, 0}));
+  REQUIRE(groups.size() == 2);
+  CHECK(groups[0].layers == std::vector<int>{1, 4});
+  CHECK(groups[1].layers == std::vector<int>{3});
+  CHECK_THROWS_AS(MakeLayerGroups(Config({kNoAttention, kNoAttention})), InvalidArgument);
 }
 
 TEST_CASE("layers with chunks follow those with full attention and with windows") {
