@@ -101,6 +101,7 @@ class RecurrentConfig(_Fields):
     key_dim: int
     value_dim: int
     kernel: int  # of the convolution
+    tiled: bool  # value head h reads key head h % num_key_heads
 
 class QueryScaling(_Fields):
     beta: float  # 0: none

@@ -111,7 +111,7 @@ def _with_fused_matrices(names: TensorNames, present: set[str]) -> dict[str, str
     Files of one architecture have either form.
     """
     found = dict(names)
-    if "blk.0.attn_qkv.weight" in present:
+    if "blk.0.attn_qkv.weight" in present and "attention_gate" not in names:
         found |= GGUF_FUSED_QKV
     if "gate" in names and not any(name.endswith(".ffn_gate.weight") for name in present):
         found |= GGUF_FUSED_GATE_UP

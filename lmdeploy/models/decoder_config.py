@@ -71,6 +71,7 @@ class RecurrentSettings:
     key_dim: int
     value_dim: int
     kernel: int  # of the convolution over q, k and v
+    tiled: bool = False  # the value heads of a key head are not adjacent, but num_key_heads apart
 
     @property
     def key_size(self) -> int:

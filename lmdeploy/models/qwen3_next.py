@@ -5,6 +5,7 @@ are stored as w for a factor of 1 + w, except those of the recurrent layers.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from lmdeploy.models.experts import (
     MAX_WIDTH,
     Experts,
     TensorLocation,
-    VectorRule,
     sparse_experts,
 )
 from lmdeploy.models.family import (
@@ -69,6 +69,7 @@ def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
         key_dim=config.integer("linear_key_head_dim", high=_MAX_DIM),
         value_dim=config.integer("linear_value_head_dim", high=_MAX_DIM),
         kernel=config.integer("linear_conv_kernel_dim", low=2, high=_MAX_KERNEL),
+        tiled=config.flag("linear_heads_tiled", default=False),
     )
     if settings.num_value_heads % settings.num_key_heads:
         raise config.refuse(
@@ -91,51 +92,76 @@ def _experts(config: ConfigReader, num_layers: int) -> MoeSettings:
     return replace(sparse_experts(config, num_layers), shared_intermediate_size=shared)
 
 
+def _gguf_defaults(config: ConfigReader) -> dict[str, Any]:
+    heads = config.integer("linear_num_value_heads", high=_MAX_HEADS)
+    size = config.integer("linear_value_size", high=MAX_WIDTH)
+    if size % heads:
+        raise config.refuse(
+            f"{config.name('linear_value_size')} is {size}. It must be a multiple of "
+            f"{config.name('linear_num_value_heads')}, {heads}."
+        )
+    return {"linear_value_head_dim": size // heads, "norm_topk_prob": True}
+
+
+def _gguf_tiled_defaults(config: ConfigReader) -> dict[str, Any]:
+    return {**_gguf_defaults(config), "linear_heads_tiled": True}
+
+
 def _parts(name: str, parts: tuple[str, ...], *, heads: str = "") -> TensorNames:
     """Return the tensors of a stored matrix with the rows of `parts`."""
-    fused = tuple(f"recurrent.{part}" for part in parts)
-    return {
-        part: TensorLocation(f"{_LAYER}.{name}.weight", part=part, fused=fused, heads=heads)
-        for part in fused
-    }
+    return {part: TensorLocation(name, part=part, fused=parts, heads=heads) for part in parts}
 
 
-def _vector(name: str, convert: VectorRule | None = None) -> TensorLocation:
-    return TensorLocation(f"{_LAYER}.{name}", convert=convert)
-
-
-_HF_VECTORS: TensorNames = {
-    "recurrent.convolution": _vector("conv1d.weight", np.transpose),
-    "recurrent.decay": _vector("A_log", np.exp),
-    "recurrent.dt_bias": _vector("dt_bias"),
-    "recurrent.norm": _vector("norm.weight"),
-    "recurrent.o": _vector("out_proj.weight"),
+_QKV = ("recurrent.q", "recurrent.k", "recurrent.v")
+_Q_AND_GATE = ("q", "attention_gate")  # of each head
+_HF_MIXER: TensorNames = {
+    "recurrent.convolution": TensorLocation(f"{_LAYER}.conv1d.weight", convert=np.transpose),
+    "recurrent.decay": TensorLocation(f"{_LAYER}.A_log", convert=np.exp),
+    "recurrent.dt_bias": f"{_LAYER}.dt_bias",
+    "recurrent.norm": f"{_LAYER}.norm.weight",
+    "recurrent.o": f"{_LAYER}.out_proj.weight",
 }
-# Qwen3-Next stores the rows of one key head, and of the value heads that read it, together.
+# Qwen3-Next stores the rows of a key head, and of the value heads that read it, together.
 _HF_NEXT: TensorNames = {
-    **_parts("in_proj_qkvz", ("q", "k", "v", "z"), heads="key_heads"),
-    **_parts("in_proj_ba", ("b", "a"), heads="key_heads"),
-    **_HF_VECTORS,
+    **_HF_MIXER,
+    **_parts(f"{_LAYER}.in_proj_qkvz.weight", (*_QKV, "recurrent.z"), heads="key_heads"),
+    **_parts(f"{_LAYER}.in_proj_ba.weight", ("recurrent.b", "recurrent.a"), heads="key_heads"),
 }
 _HF_3_5: TensorNames = {
-    **_parts("in_proj_qkv", ("q", "k", "v")),
-    "recurrent.z": _vector("in_proj_z.weight"),
-    "recurrent.b": _vector("in_proj_b.weight"),
-    "recurrent.a": _vector("in_proj_a.weight"),
-    **_HF_VECTORS,
+    **_HF_MIXER,
+    **_parts(f"{_LAYER}.in_proj_qkv.weight", _QKV),
+    "recurrent.z": f"{_LAYER}.in_proj_z.weight",
+    "recurrent.b": f"{_LAYER}.in_proj_b.weight",
+    "recurrent.a": f"{_LAYER}.in_proj_a.weight",
+}
+_GGUF_MIXER: TensorNames = {
+    **_parts("blk.{i}.attn_qkv.weight", _QKV),
+    "recurrent.z": "blk.{i}.attn_gate.weight",
+    "recurrent.convolution": TensorLocation("blk.{i}.ssm_conv1d.weight", convert=np.transpose),
+    "recurrent.decay": TensorLocation("blk.{i}.ssm_a", convert=np.negative),
+    "recurrent.dt_bias": "blk.{i}.ssm_dt.bias",
+    "recurrent.norm": "blk.{i}.ssm_norm.weight",
+    "recurrent.o": "blk.{i}.ssm_out.weight",
+}
+_GGUF_NEXT: TensorNames = {
+    **_GGUF_MIXER,
+    **_parts("blk.{i}.ssm_ba.weight", ("recurrent.b", "recurrent.a"), heads="key_heads"),
+}
+_GGUF_3_5: TensorNames = {
+    **_GGUF_MIXER,
+    "recurrent.b": "blk.{i}.ssm_beta.weight",
+    "recurrent.a": "blk.{i}.ssm_alpha.weight",
 }
 _HF_ATTENTION: TensorNames = {
     **HF_TENSORS,
     **HF_QK_NORM,
-    **{
-        part: TensorLocation(
-            "model.layers.{i}.self_attn.q_proj.weight",
-            part=part,
-            fused=("q", "attention_gate"),
-            heads="heads",
-        )
-        for part in ("q", "attention_gate")
-    },
+    **_parts("model.layers.{i}.self_attn.q_proj.weight", _Q_AND_GATE, heads="heads"),
+}
+_GGUF_ATTENTION: TensorNames = {
+    **GGUF_TENSORS,
+    **GGUF_QK_NORM,
+    **_parts("blk.{i}.attn_q.weight", _Q_AND_GATE, heads="heads"),
+    "ffn_norm": "blk.{i}.post_attention_norm.weight",
 }
 _EXPERTS = Experts(
     settings=_experts,
@@ -157,18 +183,20 @@ FAMILY = ModelFamily(
     models="Qwen3-Next",
     differs="recurrent layers, gated attention, experts with a shared one",
     hf_architectures=("Qwen3NextForCausalLM",),
-    gguf_architectures=(),
+    gguf_architectures=("qwen3next",),
     hf_bias=lambda config: (
         ATTENTION_MATRICES if config.flag("attention_bias", default=False) else ()
     ),
     hf_tensors=_HF_ATTENTION,
-    gguf_tensors={**GGUF_TENSORS, **GGUF_QK_NORM},
+    gguf_tensors=_GGUF_ATTENTION,
+    gguf_defaults=_gguf_defaults,
+    gguf_unused=(r"blk\.<layers>\..*",),  # they predict several tokens at once
     hf_defaults={**_DEFAULTS, "norm_topk_prob": True},
     hf_norm_offset=1.0,
     hf_unused=("mtp.*",),
     structure=lambda config: Structure(attention_gate=True),
     experts=_EXPERTS,
-    recurrent=Recurrent(_settings, hf_tensors=_HF_NEXT, gguf_tensors={}),
+    recurrent=Recurrent(_settings, hf_tensors=_HF_NEXT, gguf_tensors=_GGUF_NEXT),
 )
 QWEN3_5_FAMILY = replace(
     FAMILY,
@@ -176,9 +204,11 @@ QWEN3_5_FAMILY = replace(
     models="Qwen3.5, 3.6 and 3.8, dense, text",
     differs="recurrent layers, gated attention",
     hf_architectures=("Qwen3_5ForCausalLM",),
+    gguf_architectures=("qwen35",),
+    gguf_defaults=_gguf_tiled_defaults,
     hf_defaults=_DEFAULTS,
     experts=None,
-    recurrent=Recurrent(_settings, hf_tensors=_HF_3_5, gguf_tensors={}),
+    recurrent=Recurrent(_settings, hf_tensors=_HF_3_5, gguf_tensors=_GGUF_3_5),
 )
 QWEN3_5_MOE_FAMILY = replace(
     QWEN3_5_FAMILY,
@@ -186,6 +216,7 @@ QWEN3_5_MOE_FAMILY = replace(
     models="Qwen3.5 and 3.6 with experts, text",
     differs="recurrent layers, gated attention, experts with a shared one",
     hf_architectures=("Qwen3_5MoeForCausalLM",),
+    gguf_architectures=("qwen35moe",),
     hf_defaults={**_DEFAULTS, "norm_topk_prob": True},
     hf_dense_size="moe_intermediate_size",  # no layer is dense
     experts=_EXPERTS,

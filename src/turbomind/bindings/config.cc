@@ -66,7 +66,8 @@ void DefModelParts(py::module_& m) {
   DefMembers<RecurrentConfig>(
       recurrent, MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
                             &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
-                            &RecurrentConfig::value_dim, &RecurrentConfig::kernel>());
+                            &RecurrentConfig::value_dim, &RecurrentConfig::kernel,
+                 &RecurrentConfig::tiled>());
   DefFields(recurrent);
 
   py::class_<NormConfig> norm(m, "NormConfig");

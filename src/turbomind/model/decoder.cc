@@ -305,6 +305,7 @@ void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
                              .value_heads = shape.num_value_heads,
                              .key_dim = shape.key_dim,
                              .value_dim = shape.value_dim,
+                             .tiled = shape.tiled,
                              .state = cache.matrices,
                              .states = input.states,
                              .batch = batch});

@@ -13,7 +13,8 @@ struct RecurrentConfig {
   int num_value_heads = 0;
   int key_dim = 0;
   int value_dim = 0;
-  int kernel = 0;  // of the convolution
+  int kernel = 0;      // of the convolution
+  bool tiled = false;  // as in GatedDeltaParams
 
   bool Has(int layer) const { return !layers.empty() && layers[static_cast<size_t>(layer)] != 0; }
   bool HasAny() const { return NumLayers() > 0; }

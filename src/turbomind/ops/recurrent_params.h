@@ -61,8 +61,8 @@ struct ShortConvolutionParams {
 
 inline constexpr int kMaxConvolutionKernel = 8;
 
-// Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head
-// h / (value_heads / key_heads). For each token, with the head's state S:
+// Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head KeyHead(h). For
+// each token, with the head's state S:
 //   q' = q / sqrt(|q|² + 1e-6) / sqrt(key_dim),  k' = k / sqrt(|k|² + 1e-6)
 //   S = exp(-decay[h] * softplus(a[h] + dt_bias[h])) * S
 //   S += k' ⊗ (sigmoid(b[h]) * (v[h] - Sᵀ k'))
@@ -82,9 +82,14 @@ struct GatedDeltaParams {
   int value_heads = 0;  // a multiple of key_heads
   int key_dim = 0;      // a multiple of 16
   int value_dim = 0;    // a multiple of 16
+  bool tiled = false;   // the value heads of a key head are not adjacent: GGUF
   StatePair state;      // [value_heads, key_dim, value_dim]
   StateBatch states;
   BatchView batch;
+
+  TM_HD int KeyHead(int value_head) const {
+    return tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
+  }
 };
 
 // Normalizes runs of `group` values and multiplies with a gate:
