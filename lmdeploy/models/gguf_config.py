@@ -110,6 +110,9 @@ def translate_metadata(
     layers = reader.integer("num_hidden_layers")
     layers -= metadata.integer(f"{prefix}.nextn_predict_layers", default=0, low=0, high=layers - 1)
     values["num_hidden_layers"] = layers
+    names["recurrent_layers"] = key = f"{prefix}.attention.recurrent_layers"
+    if metadata.is_list(key):
+        values["recurrent_layers"] = metadata.flags(key)[:layers]
     heads = reader.integer("num_attention_heads")
     head_dim = max(reader.integer("hidden_size") // heads, 1)
     values["head_dim"] = reader.integer("head_dim", default=head_dim)

@@ -44,8 +44,17 @@ _LAYER = "model.layers.{i}.linear_attn"
 def _layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Return which layers are recurrent: those that `layer_types` calls linear_attention.
 
-    Without it, every layer but the last of each `full_attention_interval` is.
+    Without it, every layer but the last of each `full_attention_interval` is. A GGUF file may list
+    them.
     """
+    if config.has("recurrent_layers"):
+        listed = tuple(config.flags("recurrent_layers"))
+        if len(listed) != num_layers:
+            raise config.refuse(
+                f"{config.name('recurrent_layers')} has {len(listed)} entries. It must have "
+                f"{num_layers}."
+            )
+        return listed
     kinds = config.texts("layer_types")
     if not kinds:
         interval = config.integer("full_attention_interval", default=4)
