@@ -140,6 +140,9 @@ class ModelConfig(_Fields):
     windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
     dtype: str  # float32, float16, bfloat16
     def validate(self) -> None: ...
+    def num_attention_layers(self) -> int: ...
+    def state_bytes(self) -> int:
+        """Return the bytes of the states of one sequence in all recurrent layers."""
 
 class PrefixEvent:
     """A change of the prefix cache. src/turbomind/kv/prefix_events.h explains the fields."""

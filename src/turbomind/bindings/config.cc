@@ -64,10 +64,10 @@ void DefModelParts(py::module_& m) {
 
   py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");
   DefMembers<RecurrentConfig>(
-      recurrent, MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
-                            &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
-                            &RecurrentConfig::value_dim, &RecurrentConfig::kernel,
-                 &RecurrentConfig::tiled>());
+      recurrent,
+      MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
+                 &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
+                 &RecurrentConfig::value_dim, &RecurrentConfig::kernel, &RecurrentConfig::tiled>());
   DefFields(recurrent);
 
   py::class_<NormConfig> norm(m, "NormConfig");
@@ -102,7 +102,9 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::norm, &ModelConfig::query_scaling,
                  &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
                  &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());
-  model.def("validate", &ModelConfig::Validate);
+  model.def("validate", &ModelConfig::Validate)
+      .def("num_attention_layers", &ModelConfig::NumAttentionLayers)
+      .def("state_bytes", [](const ModelConfig& self) { return self.recurrent.StateBytes(); });
   m.def("short_rope_length", &ShortRopeLength, py::arg("model"), py::arg("session_len"));
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);
   DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);

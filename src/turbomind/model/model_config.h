@@ -78,6 +78,8 @@ struct ModelConfig {
 
   // Throws InvalidArgument that names the field.
   void Validate() const;
+  // Returns the number of layers with attention. The others are recurrent.
+  int NumAttentionLayers() const { return num_layers - recurrent.NumLayers(); }
   // Returns whether some layer has a feed-forward of intermediate_size.
   bool HasDenseLayer() const;
   // Returns the index of a layer's RoPE in ropes, or -1 if the layer has none.
