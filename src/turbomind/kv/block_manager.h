@@ -52,6 +52,7 @@ class BlockManager {
 
   int num_users(int id) const { return At(id).num_users; }
   bool is_kept(int id) const { return At(id).kept; }
+  bool is_spare(int id) const { return At(id).spare; }
 
   // Throws InternalError that names the broken invariant. O(total).
   void CheckIntegrity() const;

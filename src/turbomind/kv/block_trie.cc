@@ -114,7 +114,7 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
     }
     for (int pool = 0; pool < num_pools_; ++pool) {
       const auto p = static_cast<size_t>(pool);
-      const int block = tables[p][i];
+      const int block = i < tables[p].size() ? tables[p][i] : -1;
       if (child->blocks[p] < 0 && block >= 0) {
         Check(node_of_[p].emplace(block, child).second,
               "a block must be in at most one node of the trie");

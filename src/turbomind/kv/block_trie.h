@@ -51,7 +51,8 @@ class BlockTrie {
                                      const CacheSalt& salt = {}) const;
 
   // Inserts tables[pool][i] for the i-th whole block of `tokens` and creates nodes as needed.
-  // Existing entries are not replaced, and ids of -1 are skipped. Returns the inserted blocks.
+  // Existing entries are not replaced. Ids of -1 and those beyond the end of a table are skipped.
+  // Returns the inserted blocks.
   std::vector<PoolBlock> Insert(std::span<const int32_t> tokens,
                                 const std::vector<std::vector<int32_t>>& tables,
                                 const CacheSalt& salt = {});

@@ -42,9 +42,8 @@ class KvCache {
   // Returns the group of a KV pool.
   int GroupOfPool(int pool) const { return pool % num_groups(); }
   bool has_states() const { return state_bytes_ > 0; }
-  // REQUIRES: has_states().
-  int StatePool() const { return num_kv_pools(); }
-  int CheckpointPool() const { return num_kv_pools() + 1; }
+  int StatePool() const { return has_states() ? num_kv_pools() : -1; }
+  int CheckpointPool() const { return has_states() ? num_kv_pools() + 1 : -1; }
   // Returns the group of a model layer, or -1 if the layer has no attention.
   int GroupOf(int layer) const;
   // REQUIRES: the layer has attention, as for every view of its K and V.

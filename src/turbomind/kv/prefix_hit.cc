@@ -55,7 +55,7 @@ struct GroupPresence {
 }  // namespace
 
 PrefixHit FindPrefixHit(const std::vector<LayerGroup>& groups,
-                        const std::vector<std::vector<int>>& path) {
+                        const std::vector<std::vector<int>>& path, int checkpoint_pool) {
   const auto num_blocks = static_cast<int64_t>(path.size());
   std::vector<GroupPresence> present;
   for (size_t g = 0; g < groups.size(); ++g) {
@@ -73,7 +73,10 @@ PrefixHit FindPrefixHit(const std::vector<LayerGroup>& groups,
     if (hit.num_found == 0 && all([n](const GroupPresence& g) { return g.IsFound(n); })) {
       hit.num_found = n;
     }
-    if (all([n](const GroupPresence& g) { return g.IsUsable(n); })) {
+    const bool has_state =
+        checkpoint_pool < 0 ||
+        path[static_cast<size_t>(n - 1)][static_cast<size_t>(checkpoint_pool)] >= 0;
+    if (has_state && all([n](const GroupPresence& g) { return g.IsUsable(n); })) {
       hit.num_blocks = n;
     }
   }

@@ -52,6 +52,44 @@ void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
   }
 }
 
+void SequenceManager::CheckStates(const Sequence& sequence) const {
+  const State& state = sequence.state;
+  if (!cache_.has_states()) {
+    Check(state.slot < 0 && state.restore < 0 && state.saves.empty(),
+          "a model without recurrent layers must have no states");
+    return;
+  }
+  Check(state.slot >= 0 || sequence.num_written == 0 || state.restore >= 0,
+        "a sequence with written tokens must have a state");
+  Check(state.slot >= 0 || state.saves.empty(), "a planned step must have a working slot");
+  int64_t last = sequence.num_written;
+  for (const PlannedSave& save : state.saves) {
+    Check(last < save.position && save.position <= sequence.num_planned,
+          "planned saves must be in order and in the planned step");
+    Check(save.kind == CheckpointKind::kNone || save.position % cache_.block_seq_len() == 0,
+          "a checkpoint must be at the end of a block");
+    last = save.position;
+  }
+}
+
+// Adds a sequence's blocks of a pool to their numbers of users.
+void SequenceManager::CountUsers(const Sequence& sequence, int pool,
+                                 std::vector<int>& users) const {
+  const auto count = [&users](int32_t block) {
+    if (block >= 0) {
+      ++users.at(static_cast<size_t>(block));
+    }
+  };
+  std::ranges::for_each(sequence.tables[static_cast<size_t>(pool)], count);
+  if (pool == cache_.StatePool()) {
+    count(sequence.state.slot);
+  }
+  if (pool == cache_.CheckpointPool()) {
+    count(sequence.state.restore);
+    std::ranges::for_each(sequence.state.saves, count, &PlannedSave::checkpoint);
+  }
+}
+
 void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   const BlockManager& manager = managers_[static_cast<size_t>(pool)];
   manager.CheckIntegrity();
@@ -60,16 +98,14 @@ void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
         "data and scales must have room for every block");
   std::vector<int> users(static_cast<size_t>(manager.high_water()), 0);
   for (const auto& [id, sequence] : sequences_) {
-    for (const int32_t block : sequence.tables[static_cast<size_t>(pool)]) {
-      if (block >= 0) {
-        ++users.at(static_cast<size_t>(block));
-      }
-    }
+    CountUsers(sequence, pool, users);
   }
   int64_t kept = 0;
   for (int block = 0; block < static_cast<int>(users.size()); ++block) {
     Check(manager.num_users(block) == users[static_cast<size_t>(block)],
           "a block's reference count must equal the number of sequences that use it");
+    Check(pool != cache_.StatePool() || users[static_cast<size_t>(block)] <= 1,
+          "a working slot must have one sequence");
     Check(manager.is_kept(block) == trie_.Contains({pool, block}),
           "a block must be kept if and only if it is in the trie");
     if (manager.is_kept(block)) {
@@ -88,6 +124,7 @@ void SequenceManager::CheckIntegrity(bool check_scale_bytes) const {
     for (int group = 0; group < cache_.num_groups(); ++group) {
       CheckTables(sequence, group);
     }
+    CheckStates(sequence);
   }
   for (int pool = 0; pool < num_pools(); ++pool) {
     CheckPool(pool, check_scale_bytes);

@@ -17,12 +17,17 @@ std::vector<int> FullPools(const KvCache& cache) {
                                     : std::vector<int>{0};
 }
 
-SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events)
+SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events,
+                                 int64_t checkpoint_interval)
     : cache_(cache),
       enable_prefix_caching_(enable_prefix_caching),
-      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len(), events) {
+      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len(), events),
+      checkpoint_interval_(checkpoint_interval) {
   for (int pool = 0; pool < cache.num_pools(); ++pool) {
     managers_.emplace_back(cache.num_blocks(pool));
+  }
+  if (cache.has_states()) {
+    checkpoint_uses_.resize(static_cast<size_t>(cache.num_blocks(cache.CheckpointPool())));
   }
 }
 
@@ -47,10 +52,17 @@ int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt, bo
   sequence.tables.resize(managers_.size());
   sequence.unquantized.resize(cache_.groups().size());
   sequence.blocks_to_quantize.resize(cache_.groups().size());
+  sequence.state.rule = {.block_seq_len = cache_.block_seq_len(),
+                         .interval = checkpoint_interval_,
+                         .prompt_tokens = static_cast<int64_t>(prompt.size())};
   if (enable_prefix_caching_ && use_prefix_cache) {
     // The last token is always computed because its logits are needed.
     const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1), salt);
-    const PrefixHit hit = FindPrefixHit(cache_.groups(), path);
+    const PrefixHit hit = FindPrefixHit(cache_.groups(), path, cache_.CheckpointPool());
+    const auto path_blocks = static_cast<int64_t>(path.size());
+    if (cache_.has_states() && path_blocks > hit.num_blocks) {
+      sequence.state.rule.branches.push_back(path_blocks);
+    }
     sequence.num_written = hit.num_blocks * cache_.block_seq_len();
     sequence.num_cut = (hit.num_found - hit.num_blocks) * cache_.block_seq_len();
     sequence.num_entered = hit.num_blocks;
@@ -64,8 +76,8 @@ int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt, bo
 void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path) {
   const int64_t n = sequence.num_written;
   const auto num_blocks = static_cast<size_t>(sequence.num_entered);
-  for (std::vector<int32_t>& table : sequence.tables) {
-    table.assign(num_blocks, -1);
+  for (int pool = 0; pool < cache_.num_kv_pools(); ++pool) {
+    sequence.tables[static_cast<size_t>(pool)].assign(num_blocks, -1);
   }
   const auto take = [&](int pool, size_t i) {
     const auto p = static_cast<size_t>(pool);
@@ -88,12 +100,20 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
       }
     }
   }
+  if (cache_.has_states() && num_blocks > 0) {
+    const auto pool = static_cast<size_t>(cache_.CheckpointPool());
+    sequence.state.restore = path[num_blocks - 1][pool];
+    managers_[pool].Lock(sequence.state.restore);
+  }
 }
 
 int64_t SequenceManager::BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const {
   const Sequence& sequence = At(id);
+  if (pool >= cache_.num_kv_pools()) {
+    return pool == cache_.StatePool() && sequence.state.slot < 0 ? 1 : 0;
+  }
   const bool is_quantized = pool < cache_.num_groups();
-  const bool has_window16 = RuleOf(pool % cache_.num_groups()).enabled();
+  const bool has_window16 = RuleOf(cache_.GroupOfPool(pool)).enabled();
   if (has_window16 && is_quantized) {
     return static_cast<int64_t>(QuantizedSlotsMissing(sequence, pool, num_tokens).size());
   }
@@ -124,11 +144,14 @@ std::vector<int64_t> SequenceManager::QuantizedSlotsMissing(const Sequence& sequ
 int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
                                       int64_t chunk) const {
   const int64_t needed = BlocksNeeded(id, pool, num_tokens);
+  if (pool >= cache_.num_kv_pools()) {
+    return needed;
+  }
   if (pool < cache_.num_groups()) {
     const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool)];
     return std::min(needed, layers.BlocksPerSequence(num_tokens, chunk));
   }
-  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool - cache_.num_groups())];
+  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(cache_.GroupOfPool(pool))];
   const int64_t max_blocks = layers.Window16BlocksPerSequence(num_tokens, chunk);
   if (layers.window != 0) {
     return std::min(needed, max_blocks);
@@ -177,8 +200,14 @@ bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed) {
   return true;
 }
 
-bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens) {
+bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens,
+                                                 int64_t num_uncertain) {
   Sequence& sequence = At(id);
+  Check(num_uncertain == 0 || num_tokens - num_uncertain > sequence.num_written,
+        "a draft must follow a new token");
+  if (num_uncertain > MaxUncertain(id)) {
+    return false;
+  }
   needed_.clear();
   for (int pool = 0; pool < num_pools(); ++pool) {
     needed_.push_back(BlocksNeeded(id, pool, num_tokens));
@@ -210,12 +239,21 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
     }
     PlanQuantization(sequence, group);
   }
+  if (cache_.has_states()) {
+    PlanSaves(sequence, num_uncertain);
+  }
   return true;
 }
 
 // Removes the spare mark from copies that served a hit: they end a shared prefix and may serve the
 // next hit. A hit of a sequence that still waits for its first step does not count.
-void SequenceManager::MarkServed(const Sequence& sequence) {
+void SequenceManager::MarkServed(Sequence& sequence) {
+  if (const int32_t checkpoint = sequence.state.restore; checkpoint >= 0) {
+    CheckpointUse& use = checkpoint_uses_[static_cast<size_t>(checkpoint)];
+    ++use.num_hits;
+    sequence.state.served = {checkpoint, use.serial};
+    managers_[static_cast<size_t>(cache_.CheckpointPool())].ClearSpare(checkpoint);
+  }
   for (int group = 0; cache_.has_window16_pools() && group < cache_.num_groups(); ++group) {
     const auto pool = static_cast<size_t>(cache_.Window16Pool(group));
     for (const int32_t block : sequence.tables[pool]) {
@@ -249,10 +287,15 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   const auto num_tokens = static_cast<int64_t>(tokens.size());
   const int64_t length = cache_.block_seq_len();
   Check(num_tokens >= sequence.num_written, "written tokens must stay written");
-  for (const std::vector<int32_t>& table : sequence.tables) {
+  for (int pool = 0; pool < cache_.num_kv_pools(); ++pool) {
+    const std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(pool)];
     Check(num_tokens <= static_cast<int64_t>(table.size()) * length,
           "every written token must have a slot");
   }
+  if (cache_.has_states()) {
+    ListCheckpoints(sequence, num_tokens);
+  }
+  const int64_t num_planned = sequence.num_planned;
   bool any_quantized = false;
   if (cache_.has_window16_pools()) {
     Check(num_tokens <= std::max(sequence.num_planned, sequence.num_written),
@@ -263,12 +306,15 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
           (RuleOf(group).enabled() && FinishQuantization(sequence, group)) || any_quantized;
     }
   }
-  sequence.num_written = num_tokens;
   const int64_t num_whole = num_tokens / length;
   if (enable_prefix_caching_ && (num_whole > sequence.num_entered || any_quantized)) {
     Enter(tokens.first(static_cast<size_t>(num_whole * length)), sequence.tables, sequence.salt);
     sequence.num_entered = num_whole;
   }
+  if (cache_.has_states()) {
+    FinishSaves(sequence, num_planned, num_tokens);
+  }
+  sequence.num_written = num_tokens;
   for (int group = 0; group < cache_.num_groups(); ++group) {
     TrimBehindWindow(sequence, group);
     if (RuleOf(group).enabled()) {
@@ -308,7 +354,10 @@ void SequenceManager::Enter(std::span<const int32_t> whole,
     return;
   }
   for (const PoolBlock& block : entered) {
-    const int group = block.pool % cache_.num_groups();
+    if (block.pool >= cache_.num_kv_pools()) {
+      continue;  // a checkpoint
+    }
+    const int group = cache_.GroupOfPool(block.pool);
     const int window16 = trie_.Twin(block, cache_.Window16Pool(group));
     if (window16 >= 0 && trie_.Twin(block, group) >= 0) {
       managers_[static_cast<size_t>(cache_.Window16Pool(group))].MarkSpare(window16);
@@ -357,7 +406,8 @@ void SequenceManager::UnlockBlock(PoolBlock block) {
 }
 
 void SequenceManager::FreeDataAndScaleBlocks(uint64_t id) {
-  const Sequence& sequence = At(id);
+  Sequence& sequence = At(id);
+  ReleaseStates(sequence);
   for (size_t p = 0; p < managers_.size(); ++p) {
     // Releases the last block first, so that the end of a prefix is evicted before its beginning.
     const std::vector<int32_t>& table = sequence.tables[p];

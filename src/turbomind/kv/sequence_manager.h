@@ -10,6 +10,7 @@
 #include "turbomind/kv/block_copies.h"
 #include "turbomind/kv/block_manager.h"
 #include "turbomind/kv/block_trie.h"
+#include "turbomind/kv/checkpoint_rule.h"
 #include "turbomind/kv/kv_cache.h"
 
 namespace turbomind {
@@ -20,6 +21,15 @@ struct BlockCounts {
   int64_t free = 0;
   int64_t cached = 0;
   int64_t active = 0;
+};
+
+// A copy of a sequence's state that the planned step writes.
+struct PlannedSave {
+  int64_t position = 0;                         // after this many tokens
+  int32_t checkpoint = -1;                      // slot in the pool of checkpoints
+  CheckpointKind kind = CheckpointKind::kNone;  // kNone: it does not enter the prefix cache
+
+  bool operator==(const PlannedSave&) const = default;
 };
 
 // Manages sequences and their blocks in all pools at once (kv_cache.h). One id addresses a block's
@@ -53,6 +63,16 @@ struct BlockCounts {
 // quantized, only the 16-bit copy is reused. A prefix hit therefore never needs more quantized
 // blocks than a miss.
 //
+// Recurrent layers (kv_cache.h). A sequence holds a working slot from its first planned step until
+// it is freed. Its state is that after num_written tokens, except where CheckpointToRestore says
+// that the next step must first copy it from a checkpoint. Steps save the state after some blocks
+// (checkpoint_rule.h) and after every token of a draft but the last. Commit enters the former into
+// the prefix cache, where a checkpoint belongs to the last block before it. It is evicted
+// separately, and a hit ends at a checkpoint. Saves for the prefix cache are taken as far as slots
+// are left; they never evict KV. Spare, and evicted first, are checkpoints that divide a prompt,
+// those within an answer once it has a later one, and one that a single hit has used, once the
+// prompt of that hit has its own.
+//
 // Invariants (CheckIntegrity):
 //  1. In each pool free + cached + active = total, and data and scales have exactly `total` blocks.
 //  2. A block's users are exactly the sequences that have it in their tables.
@@ -63,12 +83,17 @@ struct BlockCounts {
 //     sliding window are in neither. Without a 16-bit window, every visible block is in the
 //     quantized table.
 //  5. FP4: every scale byte of a block in the trie is one that an encoder stores.
+//  6. A working slot has one sequence. A sequence's other states are its planned saves, in order
+//     and after num_written, and the checkpoint to restore. It has the latter if it has written
+//     tokens but no slot.
 // An unknown or reused id is a bug in the caller and throws InternalError. Not thread-safe: only
 // the engine thread may use it.
 class SequenceManager {
  public:
-  // `cache` and `events`, which may be null, must outlive the manager.
-  SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events = nullptr);
+  // `cache` and `events`, which may be null, must outlive the manager. `checkpoint_interval` is
+  // that of CheckpointRule.
+  SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events = nullptr,
+                  int64_t checkpoint_interval = 0);
   virtual ~SequenceManager();
 
   // Creates a sequence. Returns the number of tokens found in the prefix cache. If
@@ -79,11 +104,16 @@ class SequenceManager {
 
   // Reserves slots for tokens [0, num_tokens) in every pool. Also reserves quantized slots for the
   // blocks that a query at a position in [num_written, num_tokens) reads as quantized. Returns
-  // false and changes nothing if there are not enough free and cached blocks.
-  bool AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens);
+  // false and changes nothing if there are not enough free and cached blocks. The last
+  // `num_uncertain` tokens are a draft, of which Commit may get fewer. REQUIRES: a draft follows at
+  // least one new token.
+  bool AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens, int64_t num_uncertain = 0);
+  // Returns the longest draft for which there are enough slots of states.
+  int64_t MaxUncertain(uint64_t id) const;
 
   // Records that K and V of all of `tokens` are written. REQUIRES: their slots exist. The tokens
-  // extend those of the last call. With a 16-bit window, the last planned step covers them.
+  // extend those of the last call. With a 16-bit window, the last planned step covers them. With
+  // recurrent layers, they are those of that step, or all but uncertain ones.
   void Commit(uint64_t id, std::span<const int32_t> tokens);
 
   void FreeDataAndScaleBlocks(uint64_t id);
@@ -102,16 +132,26 @@ class SequenceManager {
   int64_t ImportBlocks(std::span<const int32_t> tokens, int64_t first,
                        std::span<const BlockViews> copies, const CacheSalt& salt = {});
 
+  // Keeps a checkpoint after the first `num_blocks` blocks of a running sequence, because a waiting
+  // one begins with them. Has no effect if they are written or there are no recurrent layers.
+  void AddBranch(uint64_t id, int64_t num_blocks);
+
   // Drops all cached blocks. Running sequences keep their blocks.
   void ClearPrefixCache();
 
   bool Contains(uint64_t id) const { return sequences_.contains(id); }
   int64_t num_written(uint64_t id) const;  // tokens committed or found in the prefix cache
   // Returns the tokens that Create found but could not use because the 16-bit or the quantized copy
-  // was missing.
+  // or the checkpoint was missing.
   int64_t num_cut(uint64_t id) const;
-  // Returns the block ids of a pool, indexed by position / block_seq_len; -1 if the block is not in
-  // that pool. Tables of a group's pools have the same length. Valid until the next call.
+  // Return a sequence's slot in the pool of working states, the checkpoint that the next step must
+  // copy there first, and the saves of the planned step, ascending by position. The slots are -1 if
+  // there is none. Without recurrent layers there are none of them.
+  int32_t StateSlot(uint64_t id) const { return At(id).state.slot; }
+  int32_t CheckpointToRestore(uint64_t id) const { return At(id).state.restore; }
+  std::span<const PlannedSave> PlannedSaves(uint64_t id) const { return At(id).state.saves; }
+  // Returns the block ids of a KV pool, indexed by position / block_seq_len; -1 if the block is not
+  // in that pool. Tables of a group's pools have the same length. Valid until the next call.
   std::span<const int32_t> BlockTable(uint64_t id, int pool) const;
   // Returns the pending quantizations of the last planned step; empty after Commit.
   std::span<const PendingQuantization> BlocksToQuantize(uint64_t id, int group) const;
@@ -123,7 +163,8 @@ class SequenceManager {
   // Returns the number of blocks that were ever used. Memory beyond them is untouched.
   int64_t high_water(int pool) const;
   int64_t touched_bytes() const;
-  // Returns the number of blocks that AllocateDataAndScaleBlocks would take in a pool.
+  // Returns the number of blocks that AllocateDataAndScaleBlocks would take in a pool. Checkpoints
+  // do not count.
   int64_t BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const;
   // Returns the maximum number of blocks of a pool that a sequence will still take until
   // `num_tokens` are written, `chunk` at a time. Used for planning.
@@ -141,13 +182,32 @@ class SequenceManager {
   virtual void UnlockBlock(PoolBlock block);
 
  private:
+  // A checkpoint that a sequence has not locked, so that its slot may have another one by now.
+  struct CheckpointRef {
+    int32_t slot = -1;
+    uint64_t serial = 0;
+  };
+  // What a slot of the pool of checkpoints has.
+  struct CheckpointUse {
+    uint64_t serial = 0;  // of the checkpoint
+    int num_hits = 0;
+  };
+  struct State {
+    int32_t slot = -1;
+    int32_t restore = -1;
+    CheckpointRule rule;
+    std::vector<PlannedSave> saves;
+    CheckpointRef served;  // the one that Create found
+    CheckpointRef answer;  // the last one of kAnswer
+  };
   struct Sequence {
     CacheSalt salt = {};
     int64_t num_written = 0;
     int64_t num_planned = 0;  // slots of the last planned step, for Commit
     int64_t num_entered = 0;  // whole blocks inserted into the trie so far
     int64_t num_cut = 0;
-    std::vector<std::vector<int32_t>> tables;  // by pool
+    std::vector<std::vector<int32_t>> tables;  // by pool; those of states are empty between calls
+    State state;
     // By group: blocks whose quantized slot no committed step has written, ascending, and the
     // pending quantizations of the last planned step.
     std::vector<std::vector<int64_t>> unquantized;
@@ -161,7 +221,7 @@ class SequenceManager {
                                              int64_t num_tokens) const;
   void LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path);
   bool TakeBlocks(const std::vector<int64_t>& needed);
-  void MarkServed(const Sequence& sequence);
+  void MarkServed(Sequence& sequence);
   const PrecisionWindow& RuleOf(int group) const {
     return cache_.groups()[static_cast<size_t>(group)].rule;
   }
@@ -171,18 +231,31 @@ class SequenceManager {
              const CacheSalt& salt);
   bool Place(const BlockViews& copies, const std::vector<int>& known,
              std::vector<PoolBlock>& placed);
+  int32_t TakeCheckpoint(CheckpointKind kind);
+  void PlanSaves(Sequence& sequence, int64_t num_uncertain);
+  void ListCheckpoints(Sequence& sequence, int64_t num_tokens);
+  void FinishSaves(Sequence& sequence, int64_t num_planned, int64_t num_tokens);
+  void RankCheckpoint(Sequence& sequence, const PlannedSave& save);
+  void MarkSpareUnlessUsed(const CheckpointRef& checkpoint, int max_hits);
+  void ReleaseSaves(Sequence& sequence);
+  void ReleaseStates(Sequence& sequence);
   void EvictOldest(int pool);
   void DropFromTrie(const std::vector<PoolBlock>& blocks);
   void TrimQuantized(Sequence& sequence, int group);
   void TrimBehindWindow(Sequence& sequence, int group);
   void Release(Sequence& sequence, int pool, int64_t index);
   void CheckTables(const Sequence& sequence, int group) const;
+  void CheckStates(const Sequence& sequence) const;
+  void CountUsers(const Sequence& sequence, int pool, std::vector<int>& users) const;
   void CheckPool(int pool, bool check_scale_bytes) const;
 
   KvCache& cache_;
   bool enable_prefix_caching_;
   std::vector<BlockManager> managers_;  // by pool
   BlockTrie trie_;
+  int64_t checkpoint_interval_;
+  std::vector<CheckpointUse> checkpoint_uses_;  // by slot
+  uint64_t num_checkpoints_taken_ = 0;
   std::unordered_map<uint64_t, Sequence> sequences_;
   // Scratch of one call, by pool. It is kept because most steps need no block and then allocate
   // nothing.

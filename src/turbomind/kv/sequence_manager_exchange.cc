@@ -22,10 +22,12 @@ void CheckSizes(const KvCache& cache, const BlockViews& copies) {
   }
   for (int pool = 0; pool < cache.num_pools(); ++pool) {
     const auto size = static_cast<int64_t>(copies[static_cast<size_t>(pool)].size());
-    if (size != 0 && size != cache.bytes_per_block(pool)) {
+    // Working states belong to running sequences and are never stored.
+    const int64_t wanted = pool == cache.StatePool() ? 0 : cache.bytes_per_block(pool);
+    if (size != 0 && size != wanted) {
       throw InvalidArgument("A stored block has " + std::to_string(size) + " bytes for pool " +
                             std::to_string(pool) + ", but a block of the KV cache has " +
-                            std::to_string(cache.bytes_per_block(pool)) + ".");
+                            std::to_string(wanted) + ".");
     }
   }
 }
@@ -36,7 +38,8 @@ int64_t SequenceManager::CachedTokens(std::span<const int32_t> prompt,
                                       const CacheSalt& salt) const {
   Check(!prompt.empty(), "a prompt must have tokens");
   const Path path = trie_.Find(prompt.first(prompt.size() - 1), salt);
-  return FindPrefixHit(cache_.groups(), path).num_blocks * cache_.block_seq_len();
+  return FindPrefixHit(cache_.groups(), path, cache_.CheckpointPool()).num_blocks *
+         cache_.block_seq_len();
 }
 
 std::vector<BlockCopies> SequenceManager::ExportBlocks(std::span<const int32_t> tokens,
@@ -112,7 +115,7 @@ int64_t SequenceManager::ImportBlocks(std::span<const int32_t> tokens, int64_t f
 
 // Copies the parts of a block that the prefix cache lacks (`known` is -1 for their pools) to new
 // blocks, which it adds to `placed`. Returns false and takes nothing if they do not fit, or if the
-// block would have no copy that the trie can keep.
+// block would have no copy that the trie can keep. A checkpoint that does not fit is left out.
 bool SequenceManager::Place(const BlockViews& copies, const std::vector<int>& known,
                             std::vector<PoolBlock>& placed) {
   needed_.assign(managers_.size(), 0);
@@ -121,6 +124,9 @@ bool SequenceManager::Place(const BlockViews& copies, const std::vector<int>& kn
     needed_[p] = known[p] < 0 && !copies[p].empty() ? 1 : 0;
     has_any = has_any || known[p] >= 0 || needed_[p] > 0;
   }
+  const bool brings_checkpoint =
+      cache_.has_states() &&
+      std::exchange(needed_[static_cast<size_t>(cache_.CheckpointPool())], 0) > 0;
   const std::vector<int> full = FullPools(cache_);
   const auto is_there = [&](int pool) {
     const auto p = static_cast<size_t>(pool);
@@ -133,6 +139,10 @@ bool SequenceManager::Place(const BlockViews& copies, const std::vector<int>& kn
     for (const int block : taken_[static_cast<size_t>(pool)]) {
       placed.push_back({pool, block});
     }
+  }
+  const int32_t checkpoint = brings_checkpoint ? TakeCheckpoint(CheckpointKind::kPrompt) : -1;
+  if (checkpoint >= 0) {
+    placed.push_back({cache_.CheckpointPool(), checkpoint});
   }
   for (const PoolBlock& block : placed) {
     cache_.WriteBlock(block.pool, block.block, copies[static_cast<size_t>(block.pool)]);

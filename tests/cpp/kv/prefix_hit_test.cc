@@ -55,6 +55,16 @@ int64_t Longest(const std::vector<LayerGroup>& groups, const std::vector<std::ve
   return n;
 }
 
+TEST_CASE("with recurrent layers a hit ends at a checkpoint") {
+  const std::vector<LayerGroup> groups = Groups({0}, {});
+  const std::vector<std::vector<int>> path = {{1, -1, 4}, {2, -1, -1}, {3, -1, 5}, {4, -1, -1}};
+  const PrefixHit hit = FindPrefixHit(groups, path, 2);
+  CHECK(hit.num_blocks == 3);
+  CHECK(hit.num_found == 4);
+  CHECK(FindPrefixHit(groups, path).num_blocks == 4);
+  CHECK(FindPrefixHit(groups, {{1, -1, -1}}, 2).num_blocks == 0);
+}
+
 TEST_CASE("FindPrefixHit returns the longest usable prefix for any missing blocks") {
   std::mt19937 random(1);
   int64_t num_partial = 0;

@@ -1,0 +1,171 @@
+// The states of recurrent layers: working slots, planned saves and checkpoints.
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "turbomind/core/check.h"
+#include "turbomind/kv/sequence_manager.h"
+
+namespace turbomind {
+
+// Takes a slot for a checkpoint, for which it may evict another one. Returns -1 if there is none.
+// A checkpoint that is spare from the beginning takes only the place of another spare one.
+int32_t SequenceManager::TakeCheckpoint(CheckpointKind kind) {
+  BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
+  if (manager.free() == 0) {
+    const int oldest = manager.OldestCached();
+    if (oldest < 0 || (kind == CheckpointKind::kInterval && !manager.is_spare(oldest))) {
+      return -1;
+    }
+    EvictOldest(cache_.CheckpointPool());
+  }
+  const int32_t slot = manager.Allocate();
+  // A branch begins with two prompts that share it.
+  checkpoint_uses_[static_cast<size_t>(slot)] = {++num_checkpoints_taken_,
+                                                 kind == CheckpointKind::kBranch ? 1 : 0};
+  return slot;
+}
+
+int64_t SequenceManager::MaxUncertain(uint64_t id) const {
+  const Sequence& sequence = At(id);
+  if (!cache_.has_states()) {
+    return std::numeric_limits<int64_t>::max();
+  }
+  const BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
+  return manager.free() + manager.cached() + static_cast<int64_t>(sequence.state.saves.size());
+}
+
+// Plans the saves of the step of num_planned tokens. Those of an earlier plan, which never ran, are
+// released. REQUIRES: there are slots for the uncertain tokens.
+void SequenceManager::PlanSaves(Sequence& sequence, int64_t num_uncertain) {
+  State& state = sequence.state;
+  if (state.slot < 0) {
+    state.slot = taken_[static_cast<size_t>(cache_.StatePool())].front();
+  }
+  ReleaseSaves(sequence);
+  const int64_t length = cache_.block_seq_len();
+  const int64_t end = sequence.num_planned;
+  const int64_t certain = end - num_uncertain;
+  const auto kind_at = [&](int64_t position) {
+    return enable_prefix_caching_ && position % length == 0 ? state.rule.After(position / length)
+                                                            : CheckpointKind::kNone;
+  };
+  for (int64_t position = certain; position < end; ++position) {
+    const CheckpointKind kind = kind_at(position);
+    // kNone: a draft's state takes the place of any checkpoint.
+    state.saves.push_back({position, TakeCheckpoint(CheckpointKind::kNone), kind});
+  }
+  // Those that matter most get their slots first.
+  for (const bool is_interval : {false, true}) {
+    for (int64_t position = (sequence.num_written / length + 1) * length; position <= end;
+         position += length) {
+      const CheckpointKind kind = kind_at(position);
+      const bool is_planned = position >= certain && position < end;
+      if (kind == CheckpointKind::kNone || is_planned ||
+          (kind == CheckpointKind::kInterval) != is_interval) {
+        continue;
+      }
+      if (const int32_t slot = TakeCheckpoint(kind); slot >= 0) {
+        state.saves.push_back({position, slot, kind});
+      }
+    }
+  }
+  std::ranges::sort(state.saves, {}, &PlannedSave::position);
+}
+
+void SequenceManager::AddBranch(uint64_t id, int64_t num_blocks) {
+  Sequence& sequence = At(id);
+  std::vector<int64_t>& branches = sequence.state.rule.branches;
+  if (cache_.has_states() && num_blocks * cache_.block_seq_len() > sequence.num_written &&
+      std::ranges::find(branches, num_blocks) == branches.end()) {
+    branches.push_back(num_blocks);
+  }
+}
+
+// Writes the saves for the prefix cache, as far as they are written, to the table of checkpoints.
+void SequenceManager::ListCheckpoints(Sequence& sequence, int64_t num_tokens) {
+  const int64_t length = cache_.block_seq_len();
+  std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(cache_.CheckpointPool())];
+  for (const PlannedSave& save : sequence.state.saves) {
+    if (save.kind != CheckpointKind::kNone && save.position <= num_tokens) {
+      table.resize(static_cast<size_t>(save.position / length), -1);
+      table.back() = save.checkpoint;
+    }
+  }
+}
+
+// Releases the saves of the committed step, except the one that the next step begins with.
+void SequenceManager::FinishSaves(Sequence& sequence, int64_t num_planned, int64_t num_tokens) {
+  State& state = sequence.state;
+  const int pool = cache_.CheckpointPool();
+  sequence.tables[static_cast<size_t>(pool)].clear();
+  const bool has_run = num_tokens > sequence.num_written;
+  const int32_t restored = has_run ? std::exchange(state.restore, -1) : -1;
+  for (const PlannedSave& save : state.saves) {
+    RankCheckpoint(sequence, save);
+    if (has_run && save.position == num_tokens && num_tokens < num_planned) {
+      state.restore = save.checkpoint;
+    } else {
+      UnlockBlock({pool, save.checkpoint});
+    }
+  }
+  state.saves.clear();
+  if (restored >= 0) {  // last, because a checkpoint that serves hits is worth more than a new one
+    UnlockBlock({pool, restored});
+  }
+  Check(!has_run || num_tokens == num_planned || state.restore >= 0,
+        "the state after the committed tokens must be saved");
+  sequence.num_planned = num_tokens;
+}
+
+// Marks spare what a checkpoint that has entered the prefix cache replaces, or itself.
+void SequenceManager::RankCheckpoint(Sequence& sequence, const PlannedSave& save) {
+  State& state = sequence.state;
+  BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
+  if (!manager.is_kept(save.checkpoint)) {
+    return;
+  }
+  if (save.kind == CheckpointKind::kInterval) {
+    manager.MarkSpare(save.checkpoint);
+  }
+  if (save.kind == CheckpointKind::kAnswer) {
+    const uint64_t serial = checkpoint_uses_[static_cast<size_t>(save.checkpoint)].serial;
+    MarkSpareUnlessUsed(std::exchange(state.answer, {save.checkpoint, serial}), 0);
+  }
+  if (save.position / cache_.block_seq_len() == state.rule.PromptBlocks()) {
+    MarkSpareUnlessUsed(std::exchange(state.served, {}), 1);
+  }
+}
+
+void SequenceManager::MarkSpareUnlessUsed(const CheckpointRef& checkpoint, int max_hits) {
+  if (checkpoint.slot < 0) {
+    return;
+  }
+  BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
+  const CheckpointUse& use = checkpoint_uses_[static_cast<size_t>(checkpoint.slot)];
+  if (use.serial == checkpoint.serial && manager.is_kept(checkpoint.slot) &&
+      use.num_hits <= max_hits) {
+    manager.MarkSpare(checkpoint.slot);
+  }
+}
+
+void SequenceManager::ReleaseSaves(Sequence& sequence) {
+  for (const PlannedSave& save : sequence.state.saves) {
+    UnlockBlock({cache_.CheckpointPool(), save.checkpoint});
+  }
+  sequence.state.saves.clear();
+}
+
+void SequenceManager::ReleaseStates(Sequence& sequence) {
+  State& state = sequence.state;
+  ReleaseSaves(sequence);
+  if (state.restore >= 0) {
+    UnlockBlock({cache_.CheckpointPool(), std::exchange(state.restore, -1)});
+  }
+  if (state.slot >= 0) {
+    UnlockBlock({cache_.StatePool(), std::exchange(state.slot, -1)});
+  }
+}
+
+}  // namespace turbomind
