@@ -192,18 +192,24 @@ def plan_tensors(
         yield planned(kind)
     expert_places = _choose(layout.experts, file=file, config=config)
     for layer in range(config.num_layers):
-        sparse = config.has_experts(layer)
         for kind in places:
-            base = kind.removesuffix(".bias")
-            if base in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
-                continue
-            mixes = kind in layout.recurrent
-            if (mixes or base in ATTENTION_TENSORS) and mixes == config.has_attention(layer):
-                continue
-            yield planned(kind, layer=layer)
-        if sparse:
+            if is_in_layer(kind, config, layer=layer):
+                yield planned(kind, layer=layer)
+        if config.has_experts(layer):
             yield from _plan_experts(lookup, expert_places, layer=layer)
     lookup.refuse_unknown()
+
+
+def is_in_layer(kind: str, config: DecoderConfig, *, layer: int) -> bool:
+    """Return whether a layer has the tensor `kind` of TensorLayout.names or `recurrent`."""
+    base = kind.removesuffix(".bias")
+    if base in ("embedding", "final_norm", "head"):
+        return False
+    if base in FFN_MATRICES:
+        return not config.has_experts(layer)
+    if base in ATTENTION_TENSORS:
+        return config.has_attention(layer)
+    return not base.startswith("recurrent.") or not config.has_attention(layer)
 
 
 def as_location(name: str | TensorLocation) -> TensorLocation:
