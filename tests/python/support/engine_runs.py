@@ -12,7 +12,7 @@ TIMEOUT_MS = 2000
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated tokens, their logits [tokens, vocab], and the tokens of the prompt that were hit."""
+    """Generated tokens, their logits [tokens, vocab], and the number of cached prompt tokens."""
 
     tokens: list[int]
     logits: np.ndarray
