@@ -36,7 +36,7 @@ from lmdeploy.models.family import (
 from lmdeploy.models.structure import Structure
 
 _MAX_HEADS = 1 << 16
-_MAX_DIM = 1024
+_MAX_DIM = 256
 _MAX_KERNEL = 8
 _LAYER = "model.layers.{i}.linear_attn"
 

@@ -28,6 +28,8 @@ constexpr EnumName<OpKind> kOpKinds[] = {{OpKind::kEmbed, "embed"},
                                          {OpKind::kFlattenKv, "flatten_kv"},
                                          {OpKind::kPrefillAttention, "prefill_attention"},
                                          {OpKind::kDecodeAttention, "decode_attention"},
+                                         {OpKind::kShortConvolution, "short_convolution"},
+                                         {OpKind::kGatedDelta, "gated_delta"},
                                          {OpKind::kCopy, "copy"},
                                          {OpKind::kEngine, "engine"},
                                          {OpKind::kBetweenSteps, "between_steps"}};

@@ -12,7 +12,6 @@ namespace {
 
 // Above any real model. These limits keep products of the sizes within 64 bits.
 constexpr int kMaxHeads = 65536;
-constexpr int kMaxDim = 1024;
 
 int64_t InLines(int64_t num_floats) { return CeilDiv(num_floats * int64_t{4}, int64_t{64}) * 64; }
 
@@ -24,7 +23,7 @@ void RequireRange(const char* field, int got, int low, int high) {
 }
 
 void RequireDim(const char* field, int got) {
-  RequireRange(field, got, 16, kMaxDim);
+  RequireRange(field, got, 16, kMaxStateDim);
   if (got % 16 != 0) {
     throw InvalidArgument(field, "is " + std::to_string(got) + ". It must be a multiple of 16.");
   }

@@ -51,8 +51,8 @@ struct ShortConvolutionParams {
   const float* weight = nullptr;  // [kernel, channels]
   const float* bias = nullptr;    // [channels] or null
   float* out = nullptr;           // [num_tokens, channels]
-  int channels = 0;
-  int kernel = 0;  // 2 to kMaxConvolutionKernel
+  int channels = 0;               // a multiple of 16
+  int kernel = 0;                 // 2 to kMaxConvolutionKernel
   bool silu = true;
   StatePair state;  // [kernel - 1, channels]
   StateBatch states;
@@ -60,6 +60,7 @@ struct ShortConvolutionParams {
 };
 
 inline constexpr int kMaxConvolutionKernel = 8;
+inline constexpr int kMaxStateDim = 256;  // of the matrix of a head
 
 // Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head KeyHead(h). For
 // each token, with the head's state S:
@@ -80,8 +81,8 @@ struct GatedDeltaParams {
   float* out = nullptr;            // [num_tokens, value_heads, value_dim]
   int key_heads = 0;
   int value_heads = 0;  // a multiple of key_heads
-  int key_dim = 0;      // a multiple of 16
-  int value_dim = 0;    // a multiple of 16
+  int key_dim = 0;      // a multiple of 16, at most kMaxStateDim
+  int value_dim = 0;    // same
   bool tiled = false;   // the value heads of a key head are not adjacent: GGUF
   StatePair state;      // [value_heads, key_dim, value_dim]
   StateBatch states;

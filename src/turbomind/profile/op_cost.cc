@@ -85,6 +85,16 @@ OpCost MultiplyCost(const PackedMatrix& weight, bool has_bias, int64_t num_rows)
               kFloat};
 }
 
+// Returns the bytes of the states of `num_values` values that a step reads and writes.
+int64_t StateBytes(const BatchView& batch, const StateBatch& states, int64_t num_values) {
+  int64_t count = int64_t{batch.num_seqs} + states.num_saves;
+  for (int seq = 0; seq < batch.num_seqs; ++seq) {
+    const int tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
+    count += batch.context_lens[seq] > tokens ? 1 : 0;
+  }
+  return count * num_values * kFloat;
+}
+
 }  // namespace
 
 void OpCost::Add(const OpCost& other) {
@@ -181,6 +191,26 @@ OpCost PrefillCost(const AttentionParams& p) {
 }
 
 OpCost DecodeCost(const AttentionParams& p) { return AttentionCost(p, 0, p.batch.num_decode); }
+
+OpCost CostOf(const ShortConvolutionParams& p) {
+  const int64_t weights = p.kernel + (p.bias != nullptr ? 1 : 0);
+  return {.kv_bytes = StateBytes(p.batch, p.states, int64_t{p.kernel - 1} * p.channels),
+          .activation_bytes = (2 * int64_t{p.batch.num_tokens} + weights) * p.channels * kFloat};
+}
+
+OpCost CostOf(const GatedDeltaParams& p) {
+  const int64_t state = int64_t{p.value_heads} * p.key_dim * p.value_dim;
+  const int64_t token = 2 * int64_t{p.key_heads} * p.key_dim +
+                        2 * int64_t{p.value_heads} * (int64_t{p.value_dim} + 1);
+  return {.kv_bytes = StateBytes(p.batch, p.states, state),
+          .activation_bytes = (p.batch.num_tokens * token + 2 * p.value_heads) * kFloat};
+}
+
+OpCost CostOf(const GatedNormParams& p) {
+  return {.activation_bytes = (3 * int64_t{p.num_rows} * p.dim + p.group) * kFloat};
+}
+
+OpCost CostOf(const SigmoidGateParams& p) { return {.activation_bytes = 3 * p.count * kFloat}; }
 
 OpCost CopyCost(size_t num_bytes) {
   return {.activation_bytes = 2 * static_cast<int64_t>(num_bytes)};

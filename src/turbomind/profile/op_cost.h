@@ -7,13 +7,14 @@
 #include <cstdint>
 
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
 
 // Bytes are counted once per op and use, whether they lie in a cache or in memory.
 struct OpCost {
   int64_t weight_bytes = 0;      // matrices, as PackedMatrix::num_bytes counts them
-  int64_t kv_bytes = 0;          // KV cache: payload, (scale, zero) and scale bytes
+  int64_t kv_bytes = 0;          // KV cache: payload, (scale, zero) and scale bytes; states
   int64_t activation_bytes = 0;  // everything else, including biases and norm weights
 
   void Add(const OpCost& other);
@@ -36,6 +37,11 @@ OpCost CostOf(const FlattenKVParams& params);
 // of a sequence sees counts once for the sequence, in each pool in which it is seen.
 OpCost PrefillCost(const AttentionParams& params);
 OpCost DecodeCost(const AttentionParams& params);
+// A state is read unless the step begins its sequence. It is written once, and once for each save.
+OpCost CostOf(const ShortConvolutionParams& params);
+OpCost CostOf(const GatedDeltaParams& params);
+OpCost CostOf(const GatedNormParams& params);
+OpCost CostOf(const SigmoidGateParams& params);
 OpCost CopyCost(size_t num_bytes);
 
 }  // namespace turbomind

@@ -242,4 +242,20 @@ void ProfilingDevice::DecodeAttention(const AttentionParams& params) {
   Add(Key(OpKind::kDecodeAttention, params.kv), DecodeCost(params), span);
 }
 
+void ProfilingDevice::ShortConvolution(const ShortConvolutionParams& params) {
+  Run(Key(OpKind::kShortConvolution), CostOf(params), [&] { inner().ShortConvolution(params); });
+}
+
+void ProfilingDevice::GatedDelta(const GatedDeltaParams& params) {
+  Run(Key(OpKind::kGatedDelta), CostOf(params), [&] { inner().GatedDelta(params); });
+}
+
+void ProfilingDevice::GatedNorm(const GatedNormParams& params) {
+  Run(Key(OpKind::kNorm), CostOf(params), [&] { inner().GatedNorm(params); });
+}
+
+void ProfilingDevice::SigmoidGate(const SigmoidGateParams& params) {
+  Run(Key(OpKind::kActivation), CostOf(params), [&] { inner().SigmoidGate(params); });
+}
+
 }  // namespace turbomind

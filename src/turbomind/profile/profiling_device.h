@@ -26,6 +26,8 @@ enum class OpKind : uint8_t {
   kFlattenKv,
   kPrefillAttention,
   kDecodeAttention,
+  kShortConvolution,
+  kGatedDelta,
   kCopy,
   kEngine,        // between two ops of a step: RoPE tables, grouping of experts, sampling, ...
   kBetweenSteps,  // from the last op of a step to the next step: outputs, planning, waiting
@@ -102,6 +104,10 @@ class ProfilingDevice final : public ForwardingDevice {
   void FlattenKV(const FlattenKVParams& params) override;
   void PrefillAttention(const AttentionParams& params) override;
   void DecodeAttention(const AttentionParams& params) override;
+  void ShortConvolution(const ShortConvolutionParams& params) override;
+  void GatedDelta(const GatedDeltaParams& params) override;
+  void GatedNorm(const GatedNormParams& params) override;
+  void SigmoidGate(const SigmoidGateParams& params) override;
 
  private:
   struct Span {

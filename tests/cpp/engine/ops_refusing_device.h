@@ -32,6 +32,10 @@ class OpsRefusingDevice : public Device {
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }
   void PrefillAttention(const AttentionParams&) override { Refuse(); }
   void DecodeAttention(const AttentionParams&) override { Refuse(); }
+  void ShortConvolution(const ShortConvolutionParams&) override { Refuse(); }
+  void GatedDelta(const GatedDeltaParams&) override { Refuse(); }
+  void GatedNorm(const GatedNormParams&) override { Refuse(); }
+  void SigmoidGate(const SigmoidGateParams&) override { Refuse(); }
 
  private:
   static std::unique_ptr<PackedMatrix> Refuse() {

@@ -38,6 +38,10 @@ class SlowLinear : public NullDevice {
   void Synchronize() override {}
   void PrefillAttention(const AttentionParams&) override {}
   void DecodeAttention(const AttentionParams&) override {}
+  void ShortConvolution(const ShortConvolutionParams&) override {}
+  void GatedDelta(const GatedDeltaParams&) override {}
+  void GatedNorm(const GatedNormParams&) override {}
+  void SigmoidGate(const SigmoidGateParams&) override {}
 };
 
 struct Fixture {
@@ -113,6 +117,22 @@ TEST_CASE("a profile sums ops by kind, matrix and phase") {
   CHECK((profile[2].phase == StepPhase::kMixed && profile[2].num_steps == 1));
   f.device.Clear();
   CHECK(f.device.profile().empty());
+}
+
+TEST_CASE("ops of recurrent layers have records, or those of similar ops") {
+  Fixture f;
+  f.Embed(1);
+  f.device.ShortConvolution({});
+  f.device.GatedDelta({});
+  f.device.GatedDelta({});
+  f.device.GatedNorm({.num_rows = 1, .dim = 16, .group = 16});
+  f.device.SigmoidGate({.count = 8});
+  const Profile profile = f.device.profile();
+  REQUIRE(profile.size() == 1);
+  CHECK(Find(profile[0], {.kind = OpKind::kShortConvolution}).calls == 1);
+  CHECK(Find(profile[0], {.kind = OpKind::kGatedDelta}).calls == 2);
+  CHECK(Find(profile[0], {.kind = OpKind::kNorm}).cost.activation_bytes == 4 * 4 * 16);
+  CHECK(Find(profile[0], {.kind = OpKind::kActivation}).cost.activation_bytes == 4 * 3 * 8);
 }
 
 TEST_CASE("the rest of a cleared step is not counted") {

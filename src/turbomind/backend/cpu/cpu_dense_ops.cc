@@ -215,6 +215,20 @@ void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
   });
 }
 
+void CpuGatedNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const GatedNormParams& params) {
+  ForRows(pool, params.num_rows, params.dim, [&](int begin, int end) {
+    for (int64_t i = begin; i < end; ++i) {
+      kernels.gated_norm(params, i);
+    }
+  });
+}
+
+void CpuSigmoidGate(const CpuDenseKernels& kernels, ThreadPool& pool,
+                    const SigmoidGateParams& params) {
+  ForPieces(pool, params.count,
+            [&](int64_t begin, int64_t end) { kernels.sigmoid_gate(params, begin, end); });
+}
+
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
   Check(params.num_experts <= kMaxExperts, "a layer must have at most 1024 experts");
   const bool by_scores = params.sigmoid || params.bias != nullptr || params.num_groups > 1;

@@ -7,6 +7,7 @@
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/core/thread_pool.h"
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
 
@@ -16,6 +17,9 @@ void CpuAdd(ThreadPool& pool, const AddParams& params);
 void CpuSoftCap(const CpuDenseKernels& kernels, ThreadPool& pool, const SoftCapParams& params);
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
                         const GatedActivationParams& params);
+void CpuGatedNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const GatedNormParams& params);
+void CpuSigmoidGate(const CpuDenseKernels& kernels, ThreadPool& pool,
+                    const SigmoidGateParams& params);
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params);
 void CpuGroupRows(const GroupRowsParams& params);
 void CpuCombineExperts(ThreadPool& pool, const CombineExpertsParams& params);

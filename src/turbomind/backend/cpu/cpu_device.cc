@@ -8,10 +8,12 @@
 #include "turbomind/backend/cpu/cpu_dense_ops.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
 #include "turbomind/backend/cpu/cpu_linear.h"
+#include "turbomind/backend/cpu/cpu_recurrent_ops.h"
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 #include "turbomind/backend/cpu/mxfp4_matrix.h"
 #include "turbomind/backend/cpu/packed_matrix.h"
+#include "turbomind/backend/cpu/recurrent_kernels.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
 #include "turbomind/ops/rope.h"
@@ -54,21 +56,26 @@ class CpuDevice final : public Device {
         amx::FillBf16Kernels(dense_);
         amx::FillBf16KvKernels(kv_);
       }
+      avx512::FillRecurrentKernels(recurrent_);
     } else if (isa_ == "avx512") {
       FillWith(avx512::FillDenseKernels, avx512::FillInt8Kernels, avx512::FillKvKernels);
+      avx512::FillRecurrentKernels(recurrent_);
       if (is_free()) {
         avx512::FillInt12Kernels(dense_);
       }
     } else if (isa_ == "avx2") {
       FillWith(avx2::FillDenseKernels, avx2::FillInt8Kernels, avx2::FillKvKernels);
+      avx2::FillRecurrentKernels(recurrent_);
     } else {
       FillWith(scalar::FillDenseKernels, scalar::FillInt8Kernels, scalar::FillKvKernels);
+      scalar::FillRecurrentKernels(recurrent_);
     }
   }
 
   DeviceCapability capability() const override {
     DeviceCapability capability;
     capability.has_all_formats = true;
+    capability.has_recurrent_layers = true;
     return capability;
   }
 
@@ -152,6 +159,16 @@ class CpuDevice final : public Device {
   void DecodeAttention(const AttentionParams& params) override {
     CpuDecodeAttention(kv_, pool_, kv_scratch_, params);
   }
+  void ShortConvolution(const ShortConvolutionParams& params) override {
+    CpuShortConvolution(recurrent_, pool_, params);
+  }
+  void GatedDelta(const GatedDeltaParams& params) override {
+    CpuGatedDelta(recurrent_, pool_, params);
+  }
+  void GatedNorm(const GatedNormParams& params) override { CpuGatedNorm(dense_, pool_, params); }
+  void SigmoidGate(const SigmoidGateParams& params) override {
+    CpuSigmoidGate(dense_, pool_, params);
+  }
 
  private:
   // Returns whether the fastest arithmetic of the instruction set may be used.
@@ -179,6 +196,7 @@ class CpuDevice final : public Device {
   CpuOptions options_;
   CpuDenseKernels dense_;
   CpuKvKernels kv_;
+  CpuRecurrentKernels recurrent_;
   MatrixArena arena_;
   CpuLinearScratch linear_scratch_;
   CpuKvScratch kv_scratch_;

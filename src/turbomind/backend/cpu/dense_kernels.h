@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
 
@@ -76,8 +77,10 @@ struct CpuDenseKernels {
   // Compute one row of the op.
   void (*norm)(const NormParams& params, int64_t row) = nullptr;
   void (*gated_activation)(const GatedActivationParams& params, int64_t row) = nullptr;
-  // Computes the values [begin, end) of the op.
+  void (*gated_norm)(const GatedNormParams& params, int64_t row) = nullptr;
+  // Compute the values [begin, end) of the op.
   void (*soft_cap)(const SoftCapParams& params, int64_t begin, int64_t end) = nullptr;
+  void (*sigmoid_gate)(const SigmoidGateParams& params, int64_t begin, int64_t end) = nullptr;
 };
 
 namespace scalar {

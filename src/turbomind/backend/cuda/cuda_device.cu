@@ -24,6 +24,11 @@ namespace {
 
 constexpr int kMinSm = 80;  // cp.async, mma.m16n8k16 of BF16
 
+[[noreturn]] void RefuseRecurrentLayers() {
+  throw InvalidArgument(
+      "A CUDA device has no kernels for recurrent layers yet. Select the device cpu.");
+}
+
 GpuProperties Resolve(int gpu) {
   std::string why;
   const int count = NumGpus(&why);
@@ -226,6 +231,10 @@ class CudaDevice final : public Device {
     }
     CudaDecodeAttention(context_, planner_, WithBatch(params));
   }
+  void ShortConvolution(const ShortConvolutionParams&) override { RefuseRecurrentLayers(); }
+  void GatedDelta(const GatedDeltaParams&) override { RefuseRecurrentLayers(); }
+  void GatedNorm(const GatedNormParams&) override { RefuseRecurrentLayers(); }
+  void SigmoidGate(const SigmoidGateParams&) override { RefuseRecurrentLayers(); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override {
     CudaArgMaxRows(context_, params);
     return true;

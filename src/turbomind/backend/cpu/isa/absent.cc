@@ -3,6 +3,7 @@
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
+#include "turbomind/backend/cpu/recurrent_kernels.h"
 #include "turbomind/backend/cpu/row_kernels.h"
 #include "turbomind/core/check.h"
 
@@ -23,6 +24,7 @@ void FillBf16Kernels(CpuDenseKernels& /*kernels*/) { Refuse(); }
 void FillBf16KvKernels(CpuKvKernels& /*kernels*/) { Refuse(); }
 #else
 void FillRowKernels(CpuRowKernels& /*kernels*/) { Refuse(); }
+void FillRecurrentKernels(CpuRecurrentKernels& /*kernels*/) { Refuse(); }
 #endif
 #if defined(TM_ISA_avx512) && !defined(TM_ISA_amx)
 void FillInt12Kernels(CpuDenseKernels& /*kernels*/) { Refuse(); }

@@ -4,6 +4,7 @@
 #include "turbomind/backend/cpu/isa/attention/attention.h"
 #include "turbomind/backend/cpu/isa/dense/dense.h"
 #include "turbomind/backend/cpu/isa/linear/linear.h"
+#include "turbomind/backend/cpu/isa/recurrent/recurrent.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 
 namespace turbomind::TM_ISA {
@@ -17,6 +18,8 @@ void FillDenseKernels(CpuDenseKernels& kernels) {
   kernels.norm = NormRow;
   kernels.soft_cap = SoftCapRange;
   kernels.gated_activation = GatedActivationRow;
+  kernels.gated_norm = GatedNormRow;
+  kernels.sigmoid_gate = SigmoidGateRange;
 }
 
 void FillKvKernels(CpuKvKernels& kernels) {
@@ -25,6 +28,11 @@ void FillKvKernels(CpuKvKernels& kernels) {
   kernels.merge_splits = MergeSplits;
   kernels.prefill_rows = PrefillRows;
   kernels.write_head = WriteHead;
+}
+
+void FillRecurrentKernels(CpuRecurrentKernels& kernels) {
+  kernels.short_convolution = ShortConvolutionRun;
+  kernels.gated_delta = GatedDeltaRun;
 }
 
 }  // namespace turbomind::TM_ISA

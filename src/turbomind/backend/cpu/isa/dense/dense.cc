@@ -6,34 +6,13 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/backend/cpu/isa/simd/simd_math.h"
 #include "turbomind/core/host_device.h"
 
 namespace turbomind::TM_ISA {
 namespace {
 
 constexpr int kSums = 64;  // four 512-bit sums hide the latency of addition
-
-// Returns exp(x) with x clipped to [-87, 88]; relative error below 2e-7.
-TM_HD F32x16 Exp(F32x16 x) {
-  const F32x16 log2e = Set1(1.44269504f);
-  const F32x16 ln2_high = Set1(0.693359375f);  // few bits: n * ln2_high is exact
-  const F32x16 ln2_low = Set1(-2.12194440e-4f);
-  const F32x16 magic = Set1(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
-  const F32x16 clipped = Min(Max(x, Set1(-87.f)), Set1(88.f));
-  const F32x16 n = Sub(Add(Mul(clipped, log2e), magic), magic);
-  const F32x16 r = Sub(Sub(clipped, Mul(n, ln2_high)), Mul(n, ln2_low));
-  F32x16 p = Set1(1.f / 5040);  // Taylor, |r| <= ln 2 / 2
-  constexpr float kTerms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f};
-  for (const float term : kTerms) {
-    p = Add(Mul(p, r), Set1(term));
-  }
-  return Mul(p, FromBits(ShiftLeft<23>(Add(ToInt(n), Set1Int(127)))));
-}
-
-TM_HD F32x16 Sigmoid(F32x16 x) {
-  const F32x16 one = Set1(1.f);
-  return Div(one, Add(one, Exp(Mul(x, Set1(-1.f)))));
-}
 
 // Returns tanh(x) = 1 - 2 / (exp(2x) + 1), with an absolute error below 2e-7.
 TM_HD F32x16 Tanh(F32x16 x) {
@@ -75,6 +54,27 @@ TM_HD float SumLanes(const float* x, int dim, Fn fn) {
     }
   }
   return lanes[0];
+}
+
+// Loads the first `count` values at p and zeros.
+TM_HD F32x16 LoadRest(const float* p, int64_t count) {
+  float lanes[kLanes] = {};
+  __builtin_memcpy(lanes, p, static_cast<size_t>(count) * sizeof(float));
+  return Load(lanes);
+}
+
+// Computes out[i] = fn(in[i]...) for `count` values.
+template <class Fn, class... In>
+TM_HD void Map(float* out, int64_t count, Fn fn, const In*... in) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Store(out + i, fn(Load(in + i)...));
+  }
+  if (i < count) {
+    float rest[kLanes];
+    Store(rest, fn(LoadRest(in + i, count - i)...));
+    __builtin_memcpy(out + i, rest, static_cast<size_t>(count - i) * sizeof(float));
+  }
 }
 
 // 16 elements each of gate and up.
@@ -159,28 +159,40 @@ void NormRow(const NormParams& params, int64_t row) {
   }
 }
 
+void GatedNormRow(const GatedNormParams& params, int64_t row) {
+  const float* z = params.z + row * params.z_stride;
+  for (int first = 0; first < params.dim; first += params.group) {
+    const float* x = params.x + row * params.dim + first;
+    const float squares = SumLanes(x, params.group, [](float v) { return v * v; });
+    const float count = static_cast<float>(params.group);
+    const F32x16 scale = Set1(1.f / __builtin_sqrtf(squares / count + params.eps));
+    const auto normed = [&](F32x16 value, F32x16 weight, F32x16 gate) {
+      return Mul(Mul(Mul(value, scale), weight), Silu(gate));
+    };
+    Map(params.out + row * params.dim + first, params.group, normed, x, params.weight, z + first);
+  }
+}
+
+void SigmoidGateRange(const SigmoidGateParams& params, int64_t begin, int64_t end) {
+  float* x = params.x + begin;
+  Map(
+      x, end - begin, [](F32x16 value, F32x16 gate) { return Mul(value, Sigmoid(gate)); }, x,
+      params.gate + begin);
+}
+
 void SoftCapRange(const SoftCapParams& params, int64_t begin, int64_t end) {
   const auto capped = [&params](F32x16 x) {
     const F32x16 scaled = Mul(x, Set1(params.scale));
     return params.cap == 0.f ? scaled
                              : Mul(Tanh(Mul(scaled, Set1(1.f / params.cap))), Set1(params.cap));
   };
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    Store(params.x + i, capped(Load(params.x + i)));
-  }
-  if (i < end) {
-    float rest[kLanes] = {};
-    __builtin_memcpy(rest, params.x + i, static_cast<size_t>(end - i) * sizeof(float));
-    Store(rest, capped(Load(rest)));
-    __builtin_memcpy(params.x + i, rest, static_cast<size_t>(end - i) * sizeof(float));
-  }
+  Map(params.x + begin, end - begin, capped, params.x + begin);
 }
 
 void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
   switch (params.activation) {
     case Activation::kSilu:
-      return Gate(params, row, [](F32x16 g, F32x16 up) { return Mul(Mul(g, Sigmoid(g)), up); });
+      return Gate(params, row, [](F32x16 g, F32x16 up) { return Mul(Silu(g), up); });
     case Activation::kGeluTanh:
       return Gate(params, row, [](F32x16 g, F32x16 up) {
         // tanh form: 0.5 (1 + tanh u) = sigmoid(2 u)

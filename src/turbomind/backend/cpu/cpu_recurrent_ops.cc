@@ -1,0 +1,69 @@
+#include "turbomind/backend/cpu/cpu_recurrent_ops.h"
+
+#include <algorithm>
+#include <span>
+
+#include "turbomind/backend/cpu/parallel_rows.h"
+#include "turbomind/core/ceil_div.h"
+
+namespace turbomind {
+namespace {
+
+SequenceStep StepOf(const BatchView& batch, const StateBatch& states, int seq) {
+  const std::span saves(states.saves, static_cast<size_t>(states.num_saves));
+  const auto own = std::ranges::equal_range(saves, seq, {}, &StateSave::sequence);
+  const int num_tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
+  return {.slot = states.slots[seq],
+          .first_token = batch.cu_seqlens[seq],
+          .num_tokens = num_tokens,
+          .is_first = batch.context_lens[seq] == num_tokens,
+          .saves = own.data(),
+          .num_saves = static_cast<int>(own.size())};
+}
+
+// Calls fn(item) for all items, in parallel unless they compute few values together.
+template <class Fn>
+void ForItems(ThreadPool& pool, int64_t num_items, int64_t num_values, Fn fn) {
+  if (num_values >= kMinParallelValues) {
+    pool.ParallelFor(num_items, [&](int64_t item, int) { fn(item); });
+    return;
+  }
+  for (int64_t item = 0; item < num_items; ++item) {
+    fn(item);
+  }
+}
+
+}  // namespace
+
+void CpuShortConvolution(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                         const ShortConvolutionParams& params) {
+  const BatchView& batch = params.batch;
+  const int64_t runs = CeilDiv(params.channels, kMaxChannelRun);
+  const int64_t num_values = int64_t{batch.num_tokens} * params.channels;
+  ForItems(pool, batch.num_seqs * runs, num_values, [&](int64_t item) {
+    const auto begin = static_cast<int>(item % runs) * kMaxChannelRun;
+    kernels.short_convolution(params, StepOf(batch, params.states, static_cast<int>(item / runs)),
+                              {begin, std::min(params.channels, begin + kMaxChannelRun)});
+  });
+}
+
+void CpuGatedDelta(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                   const GatedDeltaParams& params) {
+  constexpr int64_t kItemsWanted = 4;  // for every thread
+  const BatchView& batch = params.batch;
+  const int64_t heads = params.value_heads;
+  const int64_t groups = CeilDiv(params.value_dim, kDeltaColumns);
+  const int64_t wanted = CeilDiv(kItemsWanted * pool.num_threads(), batch.num_seqs * heads);
+  const int64_t columns = CeilDiv(groups, std::min(groups, wanted)) * kDeltaColumns;
+  const int64_t runs = CeilDiv(params.value_dim, columns);
+  const int64_t num_values = batch.num_tokens * heads * params.key_dim * params.value_dim;
+  ForItems(pool, batch.num_seqs * heads * runs, num_values, [&](int64_t item) {
+    const int64_t begin = item % runs * columns;
+    const auto end = std::min<int64_t>(params.value_dim, begin + columns);
+    kernels.gated_delta(
+        params, StepOf(batch, params.states, static_cast<int>(item / runs / heads)),
+        {static_cast<int>(item / runs % heads), static_cast<int>(begin), static_cast<int>(end)});
+  });
+}
+
+}  // namespace turbomind

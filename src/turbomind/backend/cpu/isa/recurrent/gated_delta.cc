@@ -1,0 +1,345 @@
+// ⑥⑦ The gated delta rule of one value head of a sequence, for some columns of the state. Both
+// products of a token read the state before it, so that a token needs one pass:
+//   delta = beta * (v - decay * Sᵀk')
+//   out   = decay * Sᵀq' + (q' · k') * delta
+//   S     = decay * S + k' ⊗ delta
+// Lanes are columns. A product adds its rows in ascending order, so no sum depends on the lanes of
+// a register. The norms of q and k multiply the products and delta instead of q and k.
+//
+// One new token: the state is read from the pool in order and once more, from L2, when it is
+// updated. Several: kDeltaColumns columns stay in L1, and the update of a token is fused with the
+// products of the next one.
+
+#include "turbomind/backend/cpu/isa/recurrent/recurrent.h"
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/backend/cpu/isa/simd/simd_math.h"
+
+namespace turbomind::TM_ISA {
+namespace {
+
+constexpr float kNormEps = 1e-6f;
+constexpr int kRows = 16;  // of a state of 256 columns that L1 holds
+
+// The factors of 16 tokens of a head.
+struct Factors {
+  float decay[kLanes];    // of the state
+  float beta[kLanes];     // of delta
+  float k_scale[kLanes];  // k' / k
+  float q_scale[kLanes];  // q' / q
+  float qk[kLanes];       // q' · k'
+};
+
+// What a head reads and writes.
+struct Head {
+  const GatedDeltaParams* params = nullptr;
+  int head = 0;
+  int first_token = 0;
+
+  TM_HD int64_t Row(int token) const { return int64_t{first_token} + token; }
+  TM_HD int64_t KeyColumn(int token) const {
+    return Row(token) * params->qkv_stride + int64_t{params->KeyHead(head)} * params->key_dim;
+  }
+  TM_HD const float* Q(int token) const { return params->q + KeyColumn(token); }
+  TM_HD const float* K(int token) const { return params->k + KeyColumn(token); }
+  TM_HD const float* V(int token) const {
+    return params->v + Row(token) * params->qkv_stride + int64_t{head} * params->value_dim;
+  }
+  TM_HD float* Out(int token) const {
+    return params->out + (Row(token) * params->value_heads + head) * params->value_dim;
+  }
+};
+
+TM_HD void SetNorms(const Head& head, int token, int lane, Factors& factors) {
+  const float* q = head.Q(token);
+  const float* k = head.K(token);
+  F32x16 qq = Zero();
+  F32x16 kk = Zero();
+  F32x16 qk = Zero();
+  for (int i = 0; i < head.params->key_dim; i += kLanes) {
+    const F32x16 some_q = Load(q + i);
+    const F32x16 some_k = Load(k + i);
+    qq = Fma(some_q, some_q, qq);
+    kk = Fma(some_k, some_k, kk);
+    qk = Fma(some_q, some_k, qk);
+  }
+  const float root = __builtin_sqrtf(static_cast<float>(head.params->key_dim));
+  factors.q_scale[lane] = 1.f / (__builtin_sqrtf(ReduceAdd(qq) + kNormEps) * root);
+  factors.k_scale[lane] = 1.f / __builtin_sqrtf(ReduceAdd(kk) + kNormEps);
+  factors.qk[lane] = ReduceAdd(qk) * factors.q_scale[lane] * factors.k_scale[lane];
+}
+
+// Computes the factors of up to 16 tokens from `first` on.
+void SetFactors(const Head& head, int first, int count, Factors& factors) {
+  const GatedDeltaParams& p = *head.params;
+  float a[kLanes] = {};
+  float b[kLanes] = {};
+  for (int i = 0; i < count; ++i) {
+    SetNorms(head, first + i, i, factors);
+    a[i] = p.a[head.Row(first + i) * p.gate_stride + head.head];
+    b[i] = p.b[head.Row(first + i) * p.gate_stride + head.head];
+  }
+  const F32x16 step = Softplus(Add(Load(a), Set1(p.dt_bias[head.head])));
+  Store(factors.decay, Exp(Mul(Set1(-p.decay[head.head]), step)));
+  Store(factors.beta, Sigmoid(Load(b)));
+}
+
+// Sᵀk and Sᵀq of 16 N columns.
+template <int N>
+struct Products {
+  F32x16 k[N];
+  F32x16 q[N];
+};
+
+template <int N>
+TM_HD Products<N> NoProducts() {
+  Products<N> none;
+  for (int n = 0; n < N; ++n) {
+    none.k[n] = none.q[n] = Zero();
+  }
+  return none;
+}
+
+template <int N>
+TM_HD void AddRow(const F32x16 (&row)[N], float k, float q, Products<N>& sums) {
+  const F32x16 of_k = Set1(k);
+  const F32x16 of_q = Set1(q);
+  for (int n = 0; n < N; ++n) {
+    sums.k[n] = Fma(of_k, row[n], sums.k[n]);
+    sums.q[n] = Fma(of_q, row[n], sums.q[n]);
+  }
+}
+
+// Adds the products of `rows` rows with k and q.
+template <int N>
+TM_HD void AddProducts(const float* state, int64_t stride, int rows, const float* k, const float* q,
+                       Products<N>& sums) {
+  for (int j = 0; j < rows; ++j) {
+    F32x16 row[N];
+    for (int n = 0; n < N; ++n) {
+      row[n] = Load(state + j * stride + n * kLanes);
+    }
+    AddRow(row, k[j], q[j], sums);
+  }
+}
+
+// What a token adds to 16 N columns: S = decay * S + k ⊗ delta.
+template <int N>
+struct Update {
+  F32x16 decay = {};
+  const float* k = nullptr;
+  F32x16 delta[N] = {};
+
+  // Computes row j of the new state from that of the old one.
+  TM_HD void Row(const float* from, int j, F32x16 (&row)[N]) const {
+    const F32x16 factor = Set1(k[j]);
+    for (int n = 0; n < N; ++n) {
+      row[n] = Fma(factor, delta[n], Mul(decay, Load(from + n * kLanes)));
+    }
+  }
+};
+
+// Writes the output of a token and returns its update. `v` and `out` are those of the columns.
+template <int N>
+TM_HD Update<N> Finish(const Factors& factors, int lane, const Products<N>& products,
+                       const float* k, const float* v, float* out) {
+  Update<N> update = {.decay = Set1(factors.decay[lane]), .k = k};
+  const F32x16 minus_k = Set1(-(factors.decay[lane] * factors.k_scale[lane]));
+  const F32x16 of_q = Set1(factors.decay[lane] * factors.q_scale[lane]);
+  for (int n = 0; n < N; ++n) {
+    const F32x16 error = Fma(minus_k, products.k[n], Load(v + n * kLanes));
+    const F32x16 delta = Mul(Set1(factors.beta[lane]), error);
+    Store(out + n * kLanes, Fma(Set1(factors.qk[lane]), delta, Mul(of_q, products.q[n])));
+    update.delta[n] = Mul(Set1(factors.k_scale[lane]), delta);
+  }
+  return update;
+}
+
+// Calls fn(Index<N>(), column) for groups of 16 N of `columns` columns.
+template <class F>
+TM_HD void ForGroups(int columns, F fn) {
+  int column = 0;
+  for (; column + kDeltaColumns <= columns; column += kDeltaColumns) {
+    fn(Index<kDeltaColumns / kLanes>(), column);
+  }
+  if (column < columns) {
+    fn(Index<1>(), column);
+  }
+}
+
+// A head's state in a slot.
+TM_HD float* StateOf(const Head& head, const StateView& view, int32_t slot) {
+  const GatedDeltaParams& p = *head.params;
+  return view.At(slot) + int64_t{head.head} * p.key_dim * p.value_dim;
+}
+
+// 16 N columns of a state, copied so that their rows are adjacent.
+template <int N>
+struct Block {
+  static constexpr int kWidth = N * kLanes;
+
+  // Sets the block to `from`, or to zeros.
+  void Fill(const float* from, int num_rows, int64_t stride) {
+    rows = num_rows;
+    for (int j = 0; j < rows; ++j) {
+      for (int n = 0; n < kWidth; n += kLanes) {
+        Store(values + j * kWidth + n, from == nullptr ? Zero() : Load(from + j * stride + n));
+      }
+    }
+  }
+
+  // Updates the block and adds the products of the new values.
+  TM_HD void Apply(const Update<N>& update, const float* k, const float* q, Products<N>& sums) {
+    for (int j = 0; j < rows; ++j) {
+      F32x16 row[N];
+      float* at = values + j * kWidth;
+      update.Row(at, j, row);
+      for (int n = 0; n < N; ++n) {
+        Store(at + n * kLanes, row[n]);
+      }
+      AddRow(row, k[j], q[j], sums);
+    }
+  }
+
+  // Writes what the block would be after the update.
+  void WriteUpdated(const Update<N>& update, float* to, int64_t stride) const {
+    for (int j = 0; j < rows; ++j) {
+      F32x16 row[N];
+      update.Row(values + j * kWidth, j, row);
+      for (int n = 0; n < N; ++n) {
+        Store(to + j * stride + n * kLanes, row[n]);
+      }
+    }
+  }
+
+  alignas(64) float values[kMaxStateDim * kWidth];
+  int rows = 0;
+};
+
+// Computes all tokens of the step for 16 N columns.
+template <int N>
+void RunTokens(const Head& head, const SequenceStep& step, int column) {
+  const GatedDeltaParams& p = *head.params;
+  float* state = StateOf(head, p.state.working, step.slot) + column;
+  Block<N> block;
+  block.Fill(step.is_first ? nullptr : state, p.key_dim, p.value_dim);
+  Factors factors;
+  Update<N> update;
+  int save = 0;
+  for (int t = 0; t < step.num_tokens; ++t) {
+    const int lane = t % kLanes;
+    if (lane == 0) {
+      const int left = step.num_tokens - t;
+      SetFactors(head, t, left < kLanes ? left : kLanes, factors);
+    }
+    Products<N> products = NoProducts<N>();
+    if (t == 0) {
+      AddProducts(block.values, block.kWidth, p.key_dim, head.K(t), head.Q(t), products);
+    } else {
+      block.Apply(update, head.K(t), head.Q(t), products);
+    }
+    update = Finish(factors, lane, products, head.K(t), head.V(t) + column, head.Out(t) + column);
+    if (save < step.num_saves && step.saves[save].num_tokens == t + 1) {
+      float* to = StateOf(head, p.state.checkpoints, step.saves[save].checkpoint);
+      block.WriteUpdated(update, to + column, p.value_dim);
+      ++save;
+    }
+  }
+  block.WriteUpdated(update, state, p.value_dim);
+}
+
+// Sᵀk and Sᵀq of the columns of a head, and then the deltas.
+struct ColumnSums {
+  alignas(64) float k[kMaxStateDim] = {};
+  alignas(64) float q[kMaxStateDim] = {};
+
+  template <int N>
+  TM_HD Products<N> Get(int column) const {
+    Products<N> products;
+    for (int n = 0; n < N; ++n) {
+      products.k[n] = Load(k + column + n * kLanes);
+      products.q[n] = Load(q + column + n * kLanes);
+    }
+    return products;
+  }
+  template <int N>
+  TM_HD void Set(int column, const Products<N>& products) {
+    for (int n = 0; n < N; ++n) {
+      Store(k + column + n * kLanes, products.k[n]);
+      Store(q + column + n * kLanes, products.q[n]);
+    }
+  }
+};
+
+// Computes the only token of the step. Reads the state in the order in which it lies in memory.
+void RunToken(const Head& head, const SequenceStep& step, const ColumnRun& run) {
+  const GatedDeltaParams& p = *head.params;
+  const int columns = run.end - run.begin;
+  const int64_t stride = p.value_dim;
+  float* state = StateOf(head, p.state.working, step.slot) + run.begin;
+  const float* k = head.K(0);
+  const float* q = head.Q(0);
+  Factors factors;
+  SetFactors(head, 0, 1, factors);
+  if (step.is_first) {
+    for (int j = 0; j < p.key_dim; ++j) {
+      __builtin_memset(state + j * stride, 0, static_cast<size_t>(columns) * sizeof(float));
+    }
+  }
+  ColumnSums sums;
+  for (int j = 0; j < p.key_dim; j += kRows) {
+    ForGroups(
+        columns, [&](auto index, int column) __attribute__((always_inline)) {
+          constexpr int N = decltype(index)::value;
+          Products<N> products = sums.Get<N>(column);
+          AddProducts(state + j * stride + column, stride, kRows, k + j, q + j, products);
+          sums.Set<N>(column, products);
+        });
+  }
+  ForGroups(
+      columns, [&](auto index, int column) __attribute__((always_inline)) {
+        constexpr int N = decltype(index)::value;
+        const int at = run.begin + column;
+        const Update<N> update =
+            Finish(factors, 0, sums.Get<N>(column), k, head.V(0) + at, head.Out(0) + at);
+        for (int n = 0; n < N; ++n) {
+          Store(sums.k + column + n * kLanes, update.delta[n]);
+        }
+      });
+  float* save = step.num_saves == 0
+                    ? nullptr
+                    : StateOf(head, p.state.checkpoints, step.saves[0].checkpoint) + run.begin;
+  for (int j = 0; j < p.key_dim; ++j) {
+    ForGroups(
+        columns, [&](auto index, int column) __attribute__((always_inline)) {
+          constexpr int N = decltype(index)::value;
+          const int64_t at = j * stride + column;
+          Update<N> update = {.decay = Set1(factors.decay[0]), .k = k};
+          F32x16 row[N];
+          for (int n = 0; n < N; ++n) {
+            update.delta[n] = Load(sums.k + column + n * kLanes);
+          }
+          update.Row(state + at, j, row);
+          for (int n = 0; n < N; ++n) {
+            Store(state + at + n * kLanes, row[n]);
+            if (save != nullptr) {
+              Store(save + at + n * kLanes, row[n]);
+            }
+          }
+        });
+  }
+}
+
+}  // namespace
+
+void GatedDeltaRun(const GatedDeltaParams& params, const SequenceStep& step, const ColumnRun& run) {
+  const Head head = {&params, run.head, step.first_token};
+  if (step.num_tokens == 1) {
+    RunToken(head, step, run);
+    return;
+  }
+  ForGroups(run.end - run.begin, [&](auto index, int column) {
+    RunTokens<decltype(index)::value>(head, step, run.begin + column);
+  });
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,98 @@
+// ⑥⑦ The convolution of some channels of one sequence over its new tokens. Each output is the bias,
+// to which the products are added from the oldest input on.
+
+#include "turbomind/backend/cpu/isa/recurrent/recurrent.h"
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/backend/cpu/isa/simd/simd_math.h"
+
+namespace turbomind::TM_ISA {
+namespace {
+
+constexpr float kZeros[kMaxChannelRun] = {};
+
+// The inputs of a run of channels, before and in the step.
+struct Inputs {
+  const float* x = nullptr;  // of the first new token
+  int64_t stride = 0;
+  const float* state = nullptr;  // null: zeros
+  int64_t state_stride = 0;
+  int history = 0;  // rows of the state
+
+  // Returns the inputs of `token`, counted from the first new one. REQUIRES: token >= -history.
+  TM_HD const float* Row(int token) const {
+    return token >= 0         ? x + token * stride
+           : state == nullptr ? kZeros
+                              : state + (history + token) * state_stride;
+  }
+};
+
+template <int kKernel>
+void Convolve(const ShortConvolutionParams& p, const Inputs& inputs, const SequenceStep& step,
+              const ChannelRun& run) {
+  for (int t = 0; t < step.num_tokens; ++t) {
+    const float* rows[kKernel];
+    for (int j = 0; j < kKernel; ++j) {
+      rows[j] = inputs.Row(t + j - (kKernel - 1));
+    }
+    float* out = p.out + (int64_t{step.first_token} + t) * p.channels;
+    for (int c = run.begin; c < run.end; c += kLanes) {
+      F32x16 sum = p.bias != nullptr ? Load(p.bias + c) : Zero();
+      for (int j = 0; j < kKernel; ++j) {
+        sum = Fma(Load(p.weight + int64_t{j} * p.channels + c), Load(rows[j] + c - run.begin), sum);
+      }
+      Store(out + c, p.silu ? Silu(sum) : sum);
+    }
+  }
+}
+
+// Writes the state after `num_tokens` new tokens. `to` may be the state that `inputs` reads.
+void WriteState(const Inputs& inputs, int num_tokens, const ChannelRun& run, float* to) {
+  for (int i = 0; i < inputs.history; ++i) {
+    const float* from = inputs.Row(num_tokens - inputs.history + i);
+    for (int c = 0; c < run.end - run.begin; c += kLanes) {
+      Store(to + i * inputs.state_stride + c, Load(from + c));
+    }
+  }
+}
+
+void ConvolveAny(const ShortConvolutionParams& p, const Inputs& inputs, const SequenceStep& step,
+                 const ChannelRun& run) {
+  static_assert(kMaxConvolutionKernel == 8);
+  switch (p.kernel) {
+    case 2:
+      return Convolve<2>(p, inputs, step, run);
+    case 3:
+      return Convolve<3>(p, inputs, step, run);
+    case 4:
+      return Convolve<4>(p, inputs, step, run);
+    case 5:
+      return Convolve<5>(p, inputs, step, run);
+    case 6:
+      return Convolve<6>(p, inputs, step, run);
+    case 7:
+      return Convolve<7>(p, inputs, step, run);
+    default:
+      return Convolve<8>(p, inputs, step, run);
+  }
+}
+
+}  // namespace
+
+void ShortConvolutionRun(const ShortConvolutionParams& params, const SequenceStep& step,
+                         const ChannelRun& run) {
+  float* state = params.state.working.At(step.slot) + run.begin;
+  const Inputs inputs = {.x = params.x + step.first_token * params.x_stride + run.begin,
+                         .stride = params.x_stride,
+                         .state = step.is_first ? nullptr : state,
+                         .state_stride = params.channels,
+                         .history = params.kernel - 1};
+  ConvolveAny(params, inputs, step, run);
+  for (int i = 0; i < step.num_saves; ++i) {
+    const StateSave& save = step.saves[i];
+    float* to = params.state.checkpoints.At(save.checkpoint) + run.begin;
+    WriteState(inputs, save.num_tokens, run, to);
+  }
+  WriteState(inputs, step.num_tokens, run, state);
+}
+
+}  // namespace turbomind::TM_ISA

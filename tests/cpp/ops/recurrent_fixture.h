@@ -1,0 +1,398 @@
+#pragma once
+
+// Runs the ops of recurrent layers over steps of several sequences, and defines them in double
+// precision (ops/recurrent_params.h).
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "ops/device_fixture.h"
+#include "turbomind/ops/recurrent.h"
+
+namespace turbomind::testing {
+
+using Floats = std::vector<float>;
+
+// Returns values that tests/reference/recurrent.py computes too, exactly.
+inline Floats Pattern(int64_t size, int64_t seed) {
+  Floats values;
+  for (int64_t i = 0; i < size; ++i) {
+    values.push_back(static_cast<float>((i * 37 + 11 * seed) % 101 - 50) / 32);
+  }
+  return values;
+}
+
+// A part of a sequence in a step.
+struct Part {
+  int seq = 0;
+  int num_tokens = 1;
+  std::vector<std::pair<int, int>> saves = {};  // num_tokens, checkpoint
+};
+using Parts = std::vector<Part>;
+
+// The arrays of a step, as the engine builds them. Parts of one token come first.
+struct RecurrentStep {
+  // `lengths` are the tokens of each sequence before the step.
+  RecurrentStep(const Parts& parts, const std::vector<int>& lengths, const std::vector<int>& of) {
+    for (const Part& part : parts) {
+      const int before = lengths[static_cast<size_t>(part.seq)];
+      for (const auto& [num_tokens, checkpoint] : part.saves) {
+        saves.push_back({static_cast<int32_t>(slots.size()), num_tokens, checkpoint});
+      }
+      slots.push_back(of[static_cast<size_t>(part.seq)]);
+      num_decode += part.num_tokens == 1 && num_decode + 1 == std::ssize(slots) ? 1 : 0;
+      cu_seqlens.push_back(cu_seqlens.back() + part.num_tokens);
+      context_lens.push_back(before + part.num_tokens);
+      for (int i = 0; i < part.num_tokens; ++i) {
+        positions.push_back(before + i);
+      }
+    }
+  }
+
+  BatchView batch() const {
+    return {.num_seqs = static_cast<int>(slots.size()),
+            .num_decode = num_decode,
+            .num_tokens = cu_seqlens.back(),
+            .cu_seqlens = cu_seqlens.data(),
+            .context_lens = context_lens.data(),
+            .positions = positions.data()};
+  }
+  StateBatch states() const {
+    return {slots.data(), saves.empty() ? nullptr : saves.data(), static_cast<int>(saves.size())};
+  }
+
+  int num_decode = 0;
+  std::vector<int32_t> slots, cu_seqlens = {0}, context_lens, positions;
+  std::vector<StateSave> saves;
+};
+
+// Slots of FP32 in a device's memory, with values around each state.
+class StatePool {
+ public:
+  StatePool(Device& device, int num_slots, int64_t state_size, float fill)
+      : size_(static_cast<size_t>(state_size)),
+        slot_((size_ + kGuard + 15) / 16 * 16),
+        values_(static_cast<size_t>(num_slots) * slot_, fill),
+        memory_(device, values_) {}
+
+  StateView view() const {
+    // The state lies inside the slot, as one layer's does.
+    auto* first = reinterpret_cast<std::byte*>(memory_.data() + kGuard / 2);
+    return {first, static_cast<int64_t>(slot_ * sizeof(float))};
+  }
+
+  // Returns the states of the slots. Checks that nothing else was written.
+  std::vector<Floats> Read(const std::vector<int>& written) const {
+    Floats values = memory_.Read();
+    std::vector<Floats> states;
+    for (const int slot : written) {
+      const auto first =
+          values.begin() + static_cast<int64_t>(static_cast<size_t>(slot) * slot_ + kGuard / 2);
+      states.emplace_back(first, first + static_cast<int64_t>(size_));
+      std::copy_n(values_.begin(), size_, first);
+    }
+    CHECK(Same(values, values_));
+    return states;
+  }
+
+ private:
+  static constexpr size_t kGuard = 32;
+  size_t size_, slot_;
+  Floats values_;
+  DeviceArray<float> memory_;
+};
+
+struct RecurrentResult {
+  std::vector<Floats> out;          // of each sequence
+  std::vector<Floats> states;       // of each sequence, after its last token
+  std::vector<Floats> checkpoints;  // ascending
+
+  bool operator==(const RecurrentResult&) const = default;
+};
+
+inline bool Same(const std::vector<Floats>& a, const std::vector<Floats>& b) {
+  return std::ranges::equal(a, b, [](const Floats& x, const Floats& y) { return Same(x, y); });
+}
+inline bool Same(const RecurrentResult& a, const RecurrentResult& b) {
+  return Same(a.out, b.out) && Same(a.states, b.states) && Same(a.checkpoints, b.checkpoints);
+}
+
+// The rows of values that an op reads for each token of each sequence. An op has row_size(),
+// out_size() and state_size(), Run, which computes rows of a step, and InDouble.
+template <class Op>
+struct Sequences {
+  Sequences(const Op& o, const std::vector<int>& lengths, uint32_t seed) : op(o) {
+    for (const int length : lengths) {
+      rows.push_back(op.RandomRows(length, seed++));
+    }
+  }
+
+  // Runs the steps. All pools hold `stale` first.
+  RecurrentResult Run(Device& device, const std::vector<Parts>& steps, float stale = 7.f) const {
+    constexpr int kSpare = 2;
+    const int num_seqs = static_cast<int>(rows.size());
+    std::vector<int> slots;  // in reverse order, with a slot between two
+    for (int i = 0; i < num_seqs; ++i) {
+      slots.push_back(2 * (num_seqs - i));
+    }
+    std::vector<int> checkpoints;
+    for (const Parts& parts : steps) {
+      for (const Part& part : parts) {
+        for (const auto& save : part.saves) {
+          checkpoints.push_back(save.second);
+        }
+      }
+    }
+    std::ranges::sort(checkpoints);
+    const int num_checkpoints = checkpoints.empty() ? 0 : checkpoints.back() + 1;
+    const StatePool working(device, 2 * num_seqs + kSpare, op.state_size(), stale);
+    const StatePool kept(device, num_checkpoints + kSpare, op.state_size(), stale);
+    const StatePair pools = {working.view(), kept.view()};
+    RecurrentResult result = {std::vector<Floats>(rows.size()), {}, {}};
+    std::vector<int> lengths(rows.size());
+    for (const Parts& parts : steps) {
+      RunStep(device, parts, pools, slots, lengths, result.out);
+    }
+    result.states = working.Read(slots);
+    result.checkpoints = kept.Read(checkpoints);
+    return result;
+  }
+
+  std::vector<std::vector<Exact>> InDouble() const {
+    std::vector<std::vector<Exact>> out;
+    for (const Floats& own : rows) {
+      out.push_back(op.InDouble(own));
+    }
+    return out;
+  }
+
+  Op op;
+  std::vector<Floats> rows;
+
+ private:
+  void RunStep(Device& device, const Parts& parts, const StatePair& pools,
+               const std::vector<int>& slots, std::vector<int>& lengths,
+               std::vector<Floats>& out) const {
+    const RecurrentStep step(parts, lengths, slots);
+    Floats in;
+    for (const Part& part : parts) {
+      const auto seq = static_cast<size_t>(part.seq);
+      const auto first = rows[seq].begin() + lengths[seq] * op.row_size();
+      in.insert(in.end(), first, first + part.num_tokens * op.row_size());
+      lengths[seq] += part.num_tokens;
+    }
+    const Floats got = op.Run(device, in, pools, step);
+    auto from = got.begin();
+    for (const Part& part : parts) {
+      const auto size = part.num_tokens * op.out_size();
+      Floats& own = out[static_cast<size_t>(part.seq)];
+      own.insert(own.end(), from, from + size);
+      from += size;
+    }
+  }
+};
+
+// Returns columns [begin, begin + size) of rows of `row_size` values, with `pad` values behind.
+inline Floats Columns(const Floats& rows, int64_t row_size, int64_t begin, int64_t size,
+                      int64_t pad) {
+  Floats columns;
+  for (auto row = rows.begin(); row != rows.end(); row += row_size) {
+    columns.insert(columns.end(), row + begin, row + begin + size);
+    columns.insert(columns.end(), static_cast<size_t>(pad), kNan);
+  }
+  return columns;
+}
+
+inline double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+struct DeltaOp {
+  static constexpr int64_t kPad = 4;  // values behind each row, which are not read
+
+  int key_heads = 1;
+  int value_heads = 1;
+  int key_dim = 16;
+  int value_dim = 16;
+  double error = 0;  // of an output of 1
+
+  int64_t keys() const { return int64_t{key_heads} * key_dim; }
+  int64_t values() const { return int64_t{value_heads} * value_dim; }
+  int64_t qkv_size() const { return 2 * keys() + values(); }
+  int64_t row_size() const { return qkv_size() + 2 * value_heads; }  // q, k, v, b, a
+  int64_t out_size() const { return values(); }
+  int64_t state_size() const { return value_heads * int64_t{key_dim} * value_dim; }
+
+  Floats Decay() const {
+    Floats decay = Pattern(value_heads, 1);
+    std::ranges::transform(decay, decay.begin(), [](float x) { return x * x + 0.015625f; });
+    return decay;
+  }
+  Floats DtBias() const { return Pattern(value_heads, 2); }
+
+  Floats RandomRows(int num_tokens, uint32_t seed) const {
+    Floats rows = RandomVector(num_tokens * row_size(), seed);
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      for (int64_t i = qkv_size(); i < row_size(); ++i) {
+        rows[static_cast<size_t>(t * row_size() + i)] *= 4;
+      }
+    }
+    return rows;
+  }
+
+  Floats Run(Device& device, const Floats& in, const StatePair& pools,
+             const RecurrentStep& step) const {
+    const DeviceArray<float> qkv(device, Columns(in, row_size(), 0, qkv_size(), kPad));
+    const int64_t gates_size = int64_t{2} * value_heads;
+    const DeviceArray<float> gates(device, Columns(in, row_size(), qkv_size(), gates_size, kPad));
+    const DeviceArray<float> decay(device, Decay());
+    const DeviceArray<float> bias(device, DtBias());
+    const auto num_tokens = static_cast<size_t>(step.batch().num_tokens);
+    const DeviceArray<float> out(device,
+                                 Floats(num_tokens * static_cast<size_t>(out_size()), kNan));
+    invokeGatedDelta(device, {.q = qkv.data(),
+                              .k = qkv.data() + keys(),
+                              .v = qkv.data() + 2 * keys(),
+                              .qkv_stride = qkv_size() + kPad,
+                              .b = gates.data(),
+                              .a = gates.data() + value_heads,
+                              .gate_stride = gates_size + kPad,
+                              .decay = decay.data(),
+                              .dt_bias = bias.data(),
+                              .out = out.data(),
+                              .key_heads = key_heads,
+                              .value_heads = value_heads,
+                              .key_dim = key_dim,
+                              .value_dim = value_dim,
+                              .state = pools,
+                              .states = step.states(),
+                              .batch = step.batch()});
+    return out.Read();
+  }
+
+  static std::vector<double> Normalized(const float* x, int size, double divisor) {
+    double squares = 0;
+    for (int i = 0; i < size; ++i) {
+      squares += double{x[i]} * x[i];
+    }
+    std::vector<double> unit;
+    for (int i = 0; i < size; ++i) {
+      unit.push_back(x[i] / std::sqrt(squares + 1e-6) / divisor);
+    }
+    return unit;
+  }
+
+  std::vector<Exact> InDouble(const Floats& rows) const {
+    const Floats decay = Decay();
+    const Floats bias = DtBias();
+    std::vector<double> states(static_cast<size_t>(state_size()));
+    std::vector<Exact> out;
+    for (auto row = rows.begin(); row != rows.end(); row += row_size()) {
+      for (int head = 0; head < value_heads; ++head) {
+        const float* q = &*row + head / (value_heads / key_heads) * key_dim;
+        const float* v = &*row + 2 * keys() + int64_t{head} * value_dim;
+        const float* gates = &*row + qkv_size() + head;
+        const auto at = static_cast<size_t>(head);
+        const double step = std::log1p(std::exp(double{gates[value_heads]} + bias[at]));
+        AddToken({.q = Normalized(q, key_dim, std::sqrt(key_dim)),
+                  .k = Normalized(q + keys(), key_dim, 1),
+                  .v = v,
+                  .decay = std::exp(-decay[at] * step),
+                  .beta = Sigmoid(gates[0])},
+                 states.data() + int64_t{head} * key_dim * value_dim, out);
+      }
+    }
+    return out;
+  }
+
+ private:
+  struct Token {
+    std::vector<double> q, k;
+    const float* v;
+    double decay, beta;
+  };
+
+  // Appends a head's outputs for a token.
+  void AddToken(const Token& token, double* state, std::vector<Exact>& out) const {
+    for (int c = 0; c < value_dim; ++c) {
+      double found = 0;
+      for (size_t j = 0; j < token.k.size(); ++j) {
+        double& value = state[static_cast<int64_t>(j) * value_dim + c];
+        value *= token.decay;
+        found += value * token.k[j];
+      }
+      const double delta = token.beta * (token.v[c] - found);
+      double sum = 0;
+      for (size_t j = 0; j < token.k.size(); ++j) {
+        double& value = state[static_cast<int64_t>(j) * value_dim + c];
+        value += token.k[j] * delta;
+        sum += value * token.q[j];
+      }
+      out.push_back({sum, error * (1 + std::abs(sum))});
+    }
+  }
+};
+
+struct ConvolutionOp {
+  static constexpr int64_t kPad = 4;
+
+  int channels = 16;
+  int kernel = 4;
+  bool has_bias = false;
+  bool silu = true;
+  double error = 0;  // of an output of 1
+
+  int64_t row_size() const { return channels; }
+  int64_t out_size() const { return channels; }
+  int64_t state_size() const { return int64_t{kernel - 1} * channels; }
+  Floats Weight() const { return Pattern(int64_t{kernel} * channels, 3); }
+  Floats Bias() const { return has_bias ? Pattern(channels, 4) : Floats(); }
+  Floats RandomRows(int num_tokens, uint32_t seed) const {
+    return RandomVector(num_tokens * row_size(), seed);
+  }
+
+  Floats Run(Device& device, const Floats& in, const StatePair& pools,
+             const RecurrentStep& step) const {
+    const DeviceArray<float> x(device, Columns(in, channels, 0, channels, kPad));
+    const DeviceArray<float> weight(device, Weight());
+    const DeviceArray<float> bias(device, Bias());
+    const DeviceArray<float> out(device, Floats(in.size(), kNan));
+    invokeShortConvolution(device, {.x = x.data(),
+                                    .x_stride = channels + kPad,
+                                    .weight = weight.data(),
+                                    .bias = bias.data(),
+                                    .out = out.data(),
+                                    .channels = channels,
+                                    .kernel = kernel,
+                                    .silu = silu,
+                                    .state = pools,
+                                    .states = step.states(),
+                                    .batch = step.batch()});
+    return out.Read();
+  }
+
+  std::vector<Exact> InDouble(const Floats& rows) const {
+    const Floats weight = Weight();
+    const Floats bias = Bias();
+    const auto width = static_cast<int64_t>(channels);
+    std::vector<Exact> out;
+    for (int64_t i = 0; i < std::ssize(rows); ++i) {
+      const int64_t c = i % width;
+      double sum = has_bias ? bias[static_cast<size_t>(c)] : 0;
+      for (int64_t j = 0; j < kernel; ++j) {
+        const int64_t from = i - (kernel - 1 - j) * width;
+        const double x = from < 0 ? 0 : rows[static_cast<size_t>(from)];
+        sum += weight[static_cast<size_t>(j * width + c)] * x;
+      }
+      const double want = silu ? sum * Sigmoid(sum) : sum;
+      out.push_back({want, error * (1 + std::abs(want))});
+    }
+    return out;
+  }
+};
+
+}  // namespace turbomind::testing
