@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.checkpoint.tensor_plan import as_location, tensor_shapes
+from lmdeploy.checkpoint.tensor_plan import as_location, is_in_layer, tensor_shapes
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import TensorLocation
-from lmdeploy.models.family import FFN_MATRICES, ModelFamily
+from lmdeploy.models.family import ModelFamily
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -195,6 +195,9 @@ class Layout:
     def tensors(self) -> list[RandomTensor]:
         """Return all tensors of the file."""
         stored = self.family.gguf_tensors if self.is_gguf else self.family.hf_tensors
+        if recurrent := self.family.recurrent:
+            own = recurrent.gguf_tensors if self.is_gguf else recurrent.hf_tensors
+            stored = {**stored, **own}
         names = {kind: as_location(name) for kind, name in stored.items()}
         for matrix in self.biases:
             bias = names[matrix].name.removesuffix("weight") + "bias"
@@ -204,10 +207,10 @@ class Layout:
             del outer["head"]
         found = list(self._stored("embedding", outer.pop("embedding"), layer=0))
         for layer in range(self.config.num_layers):
-            sparse = self.config.has_experts(layer)
             for kind, place in names.items():
-                if not (sparse and kind.removesuffix(".bias") in FFN_MATRICES):
+                if is_in_layer(kind, self.config, layer=layer):
                     found += self._stored(kind, place, layer=layer)
+            sparse = self.config.has_experts(layer)
             for kind, place in self._experts().items() if sparse else ():
                 found += self._stored(kind, place, layer=layer)
         for kind, place in outer.items():
@@ -221,8 +224,17 @@ class Layout:
 
     def _stored(self, kind: str, place: TensorLocation, *, layer: int) -> Iterator[RandomTensor]:
         """Yield the tensors that a file has for a name of the engine."""
-        shape, std = tensor_shapes(self.config)[kind], self._std(kind)
+        shapes = tensor_shapes(self.config)
+        shape, std = shapes[kind], self._std(kind)
         mean = 1.0 if kind.endswith("norm") else 0.0
+        if kind.endswith("_norm") and not self.is_gguf:
+            mean -= self.family.hf_norm_offset
+        if kind == "recurrent.decay":  # a half
+            mean = -0.5 if self.is_gguf else math.log(0.5)
+        if place.part:
+            if place.part != place.fused[0]:
+                return  # the first part stands for the stored matrix
+            shape = (sum(shapes[part][0] for part in place.fused), *shape[1:])
         count = self.config.moe.num_experts if self.config.moe else 0
         if place.scales:
             rows, columns = shape
@@ -245,7 +257,7 @@ class Layout:
     def _std(self, kind: str) -> float:
         if kind.endswith("norm"):
             return 0.0
-        if kind == "sinks" or kind.endswith(".bias"):
+        if kind in ("sinks", "recurrent.decay", "recurrent.dt_bias") or kind.endswith(".bias"):
             return SMALL_STD
         if kind == "embedding" and not self.config.tied_head:
             return 1.0

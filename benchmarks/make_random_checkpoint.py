@@ -191,6 +191,15 @@ def add_gguf_keys(writer: Any, layout: Layout, *, name: str) -> None:
             writer.add_expert_feed_forward_length(moe.intermediate_size)
         if moe.shared_intermediate_size:
             writer.add_expert_shared_feed_forward_length(moe.shared_intermediate_size)
+    if recurrent := config.recurrent:
+        writer.add_rope_dimension_count(rope.dim)
+        writer.add_rope_dimension_sections([rope.dim // 2, 0, 0, 0])
+        writer.add_ssm_conv_kernel(recurrent.kernel)
+        writer.add_ssm_state_size(recurrent.key_dim)
+        writer.add_ssm_group_count(recurrent.num_key_heads)
+        writer.add_ssm_time_step_rank(recurrent.num_value_heads)
+        writer.add_ssm_inner_size(recurrent.value_size)
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", list(recurrent.layers))
     if any(config.windows):
         writer.add_sliding_window(max(config.windows))
     writer.add_rope_freq_base(rope.theta)

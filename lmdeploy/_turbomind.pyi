@@ -94,6 +94,15 @@ class NormConfig(_Fields):
     qk_after_rope: bool
     qk_unit: bool
 
+class RecurrentConfig(_Fields):
+    layers: list[int]  # per layer; 1: recurrent, 0: attention; empty: no recurrent layer
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # of the convolution
+    tiled: bool  # value head h reads key head h % num_key_heads
+
 class QueryScaling(_Fields):
     beta: float  # 0: none
     length: int
@@ -117,6 +126,8 @@ class ModelConfig(_Fields):
     logit_cap: float  # 0: none
     parallel: bool
     gated: bool
+    attention_gate: bool  # attention is multiplied by the sigmoid of a projection of its input
+    recurrent: RecurrentConfig
     norm: NormConfig
     query_scaling: QueryScaling
     query_scaling_without_rope: bool
@@ -129,6 +140,9 @@ class ModelConfig(_Fields):
     windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
     dtype: str  # float32, float16, bfloat16
     def validate(self) -> None: ...
+    def num_attention_layers(self) -> int: ...
+    def state_bytes(self) -> int:
+        """Return the bytes of the states of one sequence in all recurrent layers."""
 
 class PrefixEvent:
     """A change of the prefix cache. src/turbomind/kv/prefix_events.h explains the fields."""

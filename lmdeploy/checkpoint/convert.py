@@ -27,6 +27,7 @@ from lmdeploy.checkpoint.gguf_blocks import (
     values_to_q8_0,
 )
 from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
+from lmdeploy.models.experts import VectorRule
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import DeviceCapability
@@ -89,7 +90,7 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     """Return the bytes that the engine stores for the tensor, without the engine's padding."""
     tensor = planned.tensor
     values = tensor.rows * tensor.cols
-    if len(tensor.shape) == 1:
+    if planned.is_vector:
         return 4 * values
     if exact:
         return 4 * values  # exact compute keeps every matrix in FP32
@@ -214,12 +215,17 @@ def vector_for_engine(
     interleaved_heads: int = 0,
     interleaved_rows: int = 0,
     offset: float = 0.0,
+    convert: VectorRule | None = None,
 ) -> npt.NDArray[np.float32]:
     """Return the FP32 values of a vector plus `offset`.
 
-    A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes.
+    A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes. `convert`
+    gets the values in the shape of the tensor.
     """
-    values = values_of_rows(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
+    values = values_of_rows(tensor.format, tensor.raw.reshape(1, -1))
+    if convert is not None:
+        values = convert(values.reshape(tensor.shape))
+    values = values.reshape(-1, 1)
     if offset:
         values = values + np.float32(offset)
     ordered = _separate_halves(values, interleaved_heads, rotated=interleaved_rows)

@@ -76,6 +76,8 @@ def hash_checkpoint(
     if checkpoint.config.moe is None:
         # Keep the hashes of dense models that were made before there were experts.
         del config["moe"], config["swiglu_limit"]
+    if checkpoint.config.recurrent is None:
+        del config["recurrent"], config["structure"]["attention_gate"]  # as above
     digest.update(json.dumps([checkpoint.family.name, config], sort_keys=True).encode())
     for planned in sorted(filter(include, checkpoint.tensors), key=lambda planned: planned.name):
         tensor = planned.tensor

@@ -67,6 +67,7 @@ def open_gguf(path: Path) -> Checkpoint:
             layout=TensorLayout(
                 names=names,
                 experts=family.experts.gguf if family.experts else (),
+                recurrent=family.recurrent.gguf_tensors if family.recurrent else {},
                 interleaved_rope=family.gguf_interleaved_rope,
                 unused=tuple(
                     pattern.replace("<layers>", str(config.num_layers))
@@ -110,7 +111,7 @@ def _with_fused_matrices(names: TensorNames, present: set[str]) -> dict[str, str
     Files of one architecture have either form.
     """
     found = dict(names)
-    if "blk.0.attn_qkv.weight" in present:
+    if "blk.0.attn_qkv.weight" in present and "attention_gate" not in names:
         found |= GGUF_FUSED_QKV
     if "gate" in names and not any(name.endswith(".ffn_gate.weight") for name in present):
         found |= GGUF_FUSED_GATE_UP

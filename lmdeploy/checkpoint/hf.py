@@ -116,6 +116,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
             layout=TensorLayout(
                 names=names,
                 experts=family.experts.hf if family.experts else (),
+                recurrent=family.recurrent.hf_tensors if family.recurrent else {},
                 interleaved_rope=family.hf_interleaved_rope,
                 norm_offset=family.hf_norm_offset,
                 unused=tuple(

@@ -112,7 +112,7 @@ def _packed_shapes(checkpoint: Checkpoint) -> Mapping[str, Shape]:
 
     shapes = {}
     for planned in checkpoint.tensors:
-        if len(planned.tensor.shape) == 1:
+        if planned.is_vector:
             continue
         kind = "f32" if is_router(planned) else engine_format(planned.tensor, exact=False)
         if kind not in MAPPED_FORMATS.values():
@@ -197,9 +197,13 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
     prefetch_pages(tensor.raw)
     heads = planned.interleaved_heads
     interleaved = planned.interleaved_rows
-    if len(tensor.shape) == 1:
+    if planned.is_vector:
         vector = vector_for_engine(
-            tensor, interleaved_heads=heads, interleaved_rows=interleaved, offset=planned.offset
+            tensor,
+            interleaved_heads=heads,
+            interleaved_rows=interleaved,
+            offset=planned.offset,
+            convert=planned.convert,
         )
         return _Converted(planned, _VECTOR, vector)
     kind, values = matrix_for_engine(

@@ -24,8 +24,9 @@ from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import (
     ExpertTensors,
     TensorLocation,
+    VectorRule,
 )
-from lmdeploy.models.family import FFN_MATRICES, ModelFamily, TensorNames
+from lmdeploy.models.family import ATTENTION_TENSORS, FFN_MATRICES, ModelFamily, TensorNames
 
 logger = logging.getLogger("lmdeploy")
 
@@ -56,8 +57,9 @@ _MAX_STACKED = 16  # one layer has fewer
 class TensorLayout:
     """Names and layout of the tensors of a family in one kind of file."""
 
-    names: TensorNames  # in layers without experts, and outside the layers
+    names: TensorNames  # in layers with attention and without experts, and outside the layers
     experts: tuple[ExpertTensors, ...]  # alternatives, for layers with experts
+    recurrent: TensorNames  # in place of attention's, for recurrent layers
     interleaved_rope: bool
     norm_offset: float = 0.0  # added to every norm weight
     unused: tuple[str, ...] = ()  # patterns of names that are ignored
@@ -73,7 +75,13 @@ class PlannedTensor:
     interleaved_rows: int = 0  # the rows of each head that are interleaved; 0 means all
     offset: float = 0.0  # added to the values of a vector
     transposed: bool = False  # stored as [inputs, outputs]
+    convert: VectorRule | None = None  # makes a vector of the stored values
     mapped: bool = False  # MXFP4 that the engine reads from the mapped file
+
+    @property
+    def is_vector(self) -> bool:
+        """Return whether the engine has the tensor as an FP32 vector."""
+        return len(self.tensor.shape) == 1 or self.convert is not None
 
     @property
     def is_expert(self) -> bool:
@@ -157,7 +165,9 @@ def plan_tensors(
 ) -> Iterator[PlannedTensor]:
     """Yield every tensor to load, in order. Reject missing, misshapen and unknown tensors."""
     lookup = _Lookup(file, config, unused=layout.unused, source=source)
-    places = {kind: as_location(name) for kind, name in layout.names.items()}
+    places = {
+        kind: as_location(name) for kind, name in {**layout.names, **layout.recurrent}.items()
+    }
     outer = [
         kind
         for kind in ("embedding", "final_norm", "head")
@@ -169,25 +179,37 @@ def plan_tensors(
 
     def planned(kind: str, *, layer: int | None = None) -> PlannedTensor:
         name = kind if layer is None else f"layers.{layer}.{kind}"
-        tensor = lookup.find(kind, places[kind], layer=layer or 0)
-        offset = layout.norm_offset if kind.endswith("norm") else 0.0
+        place = places[kind]
+        tensor = lookup.find(kind, place, layer=layer or 0)
+        offset = layout.norm_offset if kind.endswith("_norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
         mapped = heads == 0 and _is_mxfp4(tensor)
-        return PlannedTensor(name, tensor, heads, config.rope.dim, offset, mapped=mapped)
+        return PlannedTensor(
+            name, tensor, heads, config.rope.dim, offset, convert=place.convert, mapped=mapped
+        )
 
     for kind in outer:
         yield planned(kind)
     expert_places = _choose(layout.experts, file=file, config=config)
     for layer in range(config.num_layers):
-        sparse = config.has_experts(layer)
         for kind in places:
-            base = kind.removesuffix(".bias")
-            if base in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
-                continue
-            yield planned(kind, layer=layer)
-        if sparse:
+            if is_in_layer(kind, config, layer=layer):
+                yield planned(kind, layer=layer)
+        if config.has_experts(layer):
             yield from _plan_experts(lookup, expert_places, layer=layer)
     lookup.refuse_unknown()
+
+
+def is_in_layer(kind: str, config: DecoderConfig, *, layer: int) -> bool:
+    """Return whether a layer has the tensor `kind` of TensorLayout.names or `recurrent`."""
+    base = kind.removesuffix(".bias")
+    if base in ("embedding", "final_norm", "head"):
+        return False
+    if base in FFN_MATRICES:
+        return not config.has_experts(layer)
+    if base in ATTENTION_TENSORS:
+        return config.has_attention(layer)
+    return not base.startswith("recurrent.") or not config.has_attention(layer)
 
 
 def as_location(name: str | TensorLocation) -> TensorLocation:
@@ -277,9 +299,8 @@ class _Lookup:
         count = shape[0]
         if place.half is not None:
             shape = (count, 2 * shape[1]) if place.transposed else (2 * count, *shape[1:])
-        if place.qkv:
-            queries, keys = self._shapes["q"][0], self._shapes["k"][0]
-            shape = (queries + 2 * keys, *shape[1:])
+        if place.part:
+            shape = (sum(self._shapes[name][0] for name in place.fused), *shape[1:])
         if not place.stacked:
             tensor = self._stored(name, shape)
         else:
@@ -290,15 +311,20 @@ class _Lookup:
             tensor = halves.take_of_groups(place.half, 1, groups=count)
         elif place.half is not None:
             tensor = tensor.take(place.half * count, count)
-        return self._take_qkv(tensor, place) if place.qkv else tensor
+        return self._take_part(tensor, place) if place.part else tensor
 
-    def _take_qkv(self, tensor: StoredTensor, place: TensorLocation) -> StoredTensor:
+    def _take_part(self, tensor: StoredTensor, place: TensorLocation) -> StoredTensor:
         config = self.config
-        groups = config.num_kv_heads if place.grouped else 1
-        queries, keys = self._shapes["q"][0] // groups, self._shapes["k"][0] // groups
-        first = {"q": 0, "k": queries, "v": queries + keys}[place.qkv]
-        count = queries if place.qkv == "q" else keys
-        if not place.grouped:
+        groups = {
+            "": 1,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "key_heads": config.recurrent.num_key_heads if config.recurrent else 1,
+        }[place.heads]
+        rows = [self._shapes[name][0] // groups for name in place.fused]
+        index = place.fused.index(place.part)
+        first, count = sum(rows[:index]), rows[index]
+        if not place.heads:
             return tensor.take(first, count)
         self._require_plain(tensor)
         return tensor.take_of_groups(first, count, groups=groups)
@@ -369,10 +395,9 @@ class _Lookup:
         if name not in self._names:
             raise ModelFormatError(f"{self._source}: tensor {name} is missing.")
         self._left.discard(name)
-        tensor = self._file.tensor(name, max_dims=max(2, len(shape)), formats=formats)
-        if len(shape) == 2 and shape[0] == 1 and tensor.shape == shape[1:]:
-            return replace(tensor, shape=shape)  # GGUF drops the dimension of a single row
-        if tensor.shape == (1, *shape):
+        tensor = self._file.tensor(name, max_dims=max(3, len(shape)), formats=formats)
+        # GGUF drops the dimension of a single row, and a convolution may have one of its inputs.
+        if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
             return replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise ModelFormatError(
@@ -398,6 +423,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "q_norm": (queries if config.structure.norm.qk_all_heads else config.head_dim,),
         "k_norm": (keys if config.structure.norm.qk_all_heads else config.head_dim,),
         "sinks": (config.num_heads,),
+        "attention_gate": (queries, hidden),
         "q": (queries, hidden),
         "k": (keys, hidden),
         "v": (keys, hidden),
@@ -420,6 +446,21 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "shared.down": (hidden, shared),
             "shared.router": (1, hidden),
         }
+    if (recurrent := config.recurrent) is not None:
+        keys, values, heads = recurrent.key_size, recurrent.value_size, recurrent.num_value_heads
+        shapes |= {
+            "recurrent.q": (keys, hidden),
+            "recurrent.k": (keys, hidden),
+            "recurrent.v": (values, hidden),
+            "recurrent.z": (values, hidden),
+            "recurrent.b": (heads, hidden),
+            "recurrent.a": (heads, hidden),
+            "recurrent.o": (hidden, values),
+            "recurrent.convolution": (2 * keys + values, recurrent.kernel),
+            "recurrent.decay": (heads,),
+            "recurrent.dt_bias": (heads,),
+            "recurrent.norm": (recurrent.value_dim,),
+        }
     shapes |= {
         f"{name}.bias": shape[:1]
         for name, shape in shapes.items()
@@ -433,7 +474,7 @@ def stored_dtype(tensors: tuple[PlannedTensor, ...]) -> str:
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     values: dict[str, int] = {}
     for planned in tensors:
-        if len(planned.tensor.shape) == 2 and not (planned.mapped and planned.is_expert):
+        if not planned.is_vector and not (planned.mapped and planned.is_expert):
             kind = names.get(planned.tensor.format, "quantized")
             values[kind] = values.get(kind, 0) + planned.tensor.rows * planned.tensor.cols
     return max(values, key=lambda kind: values[kind])

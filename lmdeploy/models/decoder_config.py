@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lmdeploy.models.structure import Structure
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import ModelConfig, MoeConfig, RopeConfig
+    from lmdeploy._turbomind import ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,35 @@ class MoeSettings:
 
 
 @dataclass(frozen=True)
+class RecurrentSettings:
+    """Layers with a recurrent state instead of attention: the gated delta rule of Qwen3-Next."""
+
+    layers: tuple[bool, ...]  # per layer; False for attention
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int
+    value_dim: int
+    kernel: int  # of the convolution over q, k and v
+    tiled: bool = False  # the value heads of a key head are not adjacent, but num_key_heads apart
+
+    @property
+    def key_size(self) -> int:
+        """Return the values of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Return the values of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    def to_engine(self) -> RecurrentConfig:
+        """Return the engine's form of these settings."""
+        from lmdeploy._turbomind import RecurrentConfig
+
+        return RecurrentConfig.from_dict(vars(self))
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and settings of a model. Every field was checked when it was read."""
 
@@ -81,6 +110,7 @@ class DecoderConfig:
     ropes: tuple[RopeSettings, ...] = (RopeSettings(),)
     layer_ropes: tuple[int, ...] = ()  # per layer: index in ropes, or -1; empty means 0 for all
     moe: MoeSettings | None = None  # None if every layer is dense
+    recurrent: RecurrentSettings | None = None  # None if every layer has attention
     swiglu_limit: float = 7.0  # of clamped_swiglu
     structure: Structure = field(default_factory=Structure)
 
@@ -93,15 +123,21 @@ class DecoderConfig:
         """Return whether the layer routes tokens to experts."""
         return self.moe is not None and self.moe.layers[layer]
 
+    def has_attention(self, layer: int) -> bool:
+        """Return whether the layer has attention, and thus K and V."""
+        return self.recurrent is None or not self.recurrent.layers[layer]
+
     def to_engine(self, dtype: str) -> ModelConfig:
         """Return the engine's form, with `dtype` as the cache dtype."""
         from lmdeploy._turbomind import ModelConfig
 
         fields = vars(self) | self.structure.to_engine()
         fields["ropes"] = [rope.to_engine(self.head_dim) for rope in self.ropes]
-        del fields["tied_head"], fields["structure"], fields["moe"]
+        del fields["tied_head"], fields["structure"], fields["moe"], fields["recurrent"]
         if self.moe is not None:
             fields["moe"] = self.moe.to_engine()
+        if self.recurrent is not None:
+            fields["recurrent"] = self.recurrent.to_engine()
         config = ModelConfig.from_dict({**fields, "dtype": dtype})
         config.validate()
         return config

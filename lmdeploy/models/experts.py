@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
 
@@ -15,6 +18,9 @@ MAX_EXPERT_GROUPS = 32
 MAX_WIDTH = 1 << 22  # of any matrix; the limit of the engine is four times as large
 
 
+VectorRule = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+
+
 @dataclass(frozen=True)
 class TensorLocation:
     """The location of a tensor in a file. In `name`, `{i}` is the layer and `{e}` the expert."""
@@ -22,13 +28,17 @@ class TensorLocation:
     name: str
     stacked: bool = False  # one tensor for all experts of a layer: [experts, ...]
     half: int | None = None  # 0 or 1: the first or second half of the outputs of the stored matrix
-    # q, k or v: the rows of that part in a matrix with the rows of q, then k, then v.
-    qkv: str = ""
-    grouped: bool = False  # q, k and v follow each other for each KV head instead (InternLM2)
+    # The tensor is `part` of a stored one that has the rows of the tensors `fused`, in that order:
+    # all rows of each, or those of one head after the other. Heads are those of `heads`.
+    part: str = ""
+    fused: tuple[str, ...] = ()
+    heads: str = ""  # "heads", "kv_heads" or "key_heads"; empty: all rows of each
     transposed: bool = False  # stored as [inputs, outputs]
     # Name of the E8M0 scales [.., outputs, inputs / 32] of an MXFP4 tensor. The tensor `name` then
     # has only the codes [.., outputs, inputs / 32, 16].
     scales: str = ""
+    # Makes the engine's FP32 vector of the stored values, whatever their shape.
+    convert: VectorRule | None = None
 
 
 # Engine name → location, for one layer. `experts.*` exist once per expert, the others once per

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RopeSettings
+from lmdeploy.models.decoder_config import RecurrentSettings, RopeSettings
 from lmdeploy.models.experts import Experts, TensorLocation
 from lmdeploy.models.structure import Structure
 
@@ -59,16 +59,17 @@ HF_FUSED_GATE_UP = {
     name: TensorLocation("model.layers.{i}.mlp.gate_up_proj.weight", half=half)
     for half, name in enumerate(("gate", "up"))
 }
+QKV = ("q", "k", "v")
 HF_FUSED_QKV = {
-    name: TensorLocation("model.layers.{i}.self_attn.qkv_proj.weight", qkv=name)
-    for name in ("q", "k", "v")
+    name: TensorLocation("model.layers.{i}.self_attn.qkv_proj.weight", part=name, fused=QKV)
+    for name in QKV
 }
 GGUF_FUSED_GATE_UP = {
     name: TensorLocation("blk.{i}.ffn_up.weight", half=half)
     for half, name in enumerate(("gate", "up"))
 }
 GGUF_FUSED_QKV = {
-    name: TensorLocation("blk.{i}.attn_qkv.weight", qkv=name) for name in ("q", "k", "v")
+    name: TensorLocation("blk.{i}.attn_qkv.weight", part=name, fused=QKV) for name in QKV
 }
 # Families that also normalize the output of each branch. GGUF's names are the same for all.
 GGUF_OUTPUT_NORMS = {
@@ -76,7 +77,9 @@ GGUF_OUTPUT_NORMS = {
     "ffn_output_norm": "blk.{i}.post_ffw_norm.weight",
 }
 ATTENTION_MATRICES = ("q", "k", "v", "o")
+ATTENTION_TENSORS = (*ATTENTION_MATRICES, "attention_gate", "q_norm", "k_norm", "sinks")
 FFN_MATRICES = ("gate", "up", "down")
+RECURRENT_GATES = ("recurrent.a", "recurrent.b")
 
 StructureRule = Callable[[ConfigReader], Structure]
 # All RoPE settings of a model, and the index of each layer's: none for index 0 in every layer.
@@ -235,6 +238,15 @@ def qkv_bias(config: ConfigReader) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """The recurrent layers of a family: their settings, and the tensors in place of attention's."""
+
+    settings: Callable[[ConfigReader, int], RecurrentSettings]  # from the number of layers
+    hf_tensors: TensorNames
+    gguf_tensors: TensorNames
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """One model family. Tensor maps go from engine names to names in files."""
 
@@ -270,4 +282,5 @@ class ModelFamily:
     hf_rope: Mapping[str, Any] | None = None
     activation: str = ""  # the engine's name; empty to use hidden_act
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config

@@ -39,6 +39,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "expert_weights_scale": ("routed_scaling_factor",),
     "feed_forward_length": ("intermediate_size", "intermediate_size_mlp"),
     "final_logit_softcapping": ("final_logit_softcapping",),
+    "full_attention_interval": ("full_attention_interval",),
     "interleave_moe_layer_step": (
         "interleave_moe_layer_step",
         "moe_layer_interval",
@@ -50,6 +51,11 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "rope.dimension_count": ("rotary_dim",),
     "rope.freq_base": ("rope_theta",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.inner_size": ("linear_value_size",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
 }
 # A value of 0 means that the key is missing.
 _UNSET_BY_ZERO = {
@@ -104,6 +110,9 @@ def translate_metadata(
     layers = reader.integer("num_hidden_layers")
     layers -= metadata.integer(f"{prefix}.nextn_predict_layers", default=0, low=0, high=layers - 1)
     values["num_hidden_layers"] = layers
+    names["recurrent_layers"] = key = f"{prefix}.attention.recurrent_layers"
+    if metadata.is_list(key):
+        values["recurrent_layers"] = metadata.flags(key)[:layers]
     heads = reader.integer("num_attention_heads")
     head_dim = max(reader.integer("hidden_size") // heads, 1)
     values["head_dim"] = reader.integer("head_dim", default=head_dim)

@@ -6,6 +6,7 @@ from lmdeploy.models.family import (
     ATTENTION_MATRICES,
     FFN_MATRICES,
     GGUF_TENSORS,
+    QKV,
     ModelFamily,
 )
 
@@ -35,8 +36,10 @@ FAMILY = ModelFamily(
         "attention_norm": f"{_LAYER}.attention_norm.weight",
         "ffn_norm": f"{_LAYER}.ffn_norm.weight",
         **{
-            name: TensorLocation(f"{_LAYER}.attention.wqkv.weight", qkv=name, grouped=True)
-            for name in ("q", "k", "v")
+            name: TensorLocation(
+                f"{_LAYER}.attention.wqkv.weight", part=name, fused=QKV, heads="kv_heads"
+            )
+            for name in QKV
         },
         "o": f"{_LAYER}.attention.wo.weight",
         "gate": f"{_LAYER}.feed_forward.w1.weight",

@@ -66,6 +66,7 @@ def read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
             ropes=ropes,
             layer_ropes=layer_ropes,
             moe=moe,
+            recurrent=family.recurrent.settings(reader, layers) if family.recurrent else None,
             structure=family.structure(reader),
             swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
         ),

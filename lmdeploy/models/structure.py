@@ -57,6 +57,7 @@ class Structure:
     logit_cap: float = 0.0  # soft cap of the scaled logits; 0 means none
     parallel: bool = False  # both branches read the same normalized values
     gated: bool = True  # the dense feed-forward has a gate
+    attention_gate: bool = False  # the sigmoid of a projection multiplies attention
     norm: NormSettings = field(default_factory=NormSettings)
     temperature: QueryTemperature = field(default_factory=QueryTemperature)
 

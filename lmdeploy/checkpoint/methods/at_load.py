@@ -14,7 +14,7 @@ from lmdeploy.checkpoint.convert import is_router, values_of_rows
 from lmdeploy.checkpoint.files.tensor_file import PLAIN_FORMATS, StoredTensor
 from lmdeploy.checkpoint.gguf_blocks import values_to_q4_1, values_to_q8_0
 from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
-from lmdeploy.models.family import ATTENTION_MATRICES
+from lmdeploy.models.family import ATTENTION_TENSORS, RECURRENT_GATES
 
 _BLOCK = 32
 _QUANTIZERS = {"q8_0": values_to_q8_0, "q4_1": values_to_q4_1}
@@ -65,12 +65,17 @@ class RoundedMatrix:
 
 
 def part_of(planned: PlannedTensor) -> str | None:
-    """Return the part of a matrix: attn, mlp or other. Vectors and routers have none."""
-    if len(planned.tensor.shape) == 1 or is_router(planned):
+    """Return the part of a matrix: attn, mlp or other.
+
+    Vectors, routers and the gates of recurrent layers have none. They are small and need their
+    bits.
+    """
+    if planned.is_vector or is_router(planned) or planned.name.endswith(RECURRENT_GATES):
         return None
     if planned.name in ("embedding", "head"):
         return "other"
-    return "attn" if planned.name.rpartition(".")[2] in ATTENTION_MATRICES else "mlp"
+    mixes = ".recurrent." in planned.name
+    return "attn" if mixes or planned.name.rpartition(".")[2] in ATTENTION_TENSORS else "mlp"
 
 
 def with_weight_format(

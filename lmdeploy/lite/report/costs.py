@@ -32,7 +32,7 @@ def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
     from lmdeploy import _turbomind
 
     config = model.config
-    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    values = 2 * config.num_attention_layers() * config.num_kv_heads * config.head_dim
     return {
         str(tokens): _turbomind.sequence_bytes(config, cell.engine_config(tokens), tokens)
         * 8
@@ -55,7 +55,7 @@ def write_ns_per_token(model: OpenModel, cell: KvVariant) -> float:
         modes.append(options.kv_window_format.name)
     dtype, search = model.config.dtype, options.kv_search_scales
     per_row = sum(_encode_ns(mode, rows, dtype=dtype, search=search) for mode in modes)
-    return per_row * 2 * model.config.num_layers * model.config.num_kv_heads
+    return per_row * 2 * model.config.num_attention_layers() * model.config.num_kv_heads
 
 
 def _encode_ns(mode: str, rows: npt.NDArray[np.float32], *, dtype: str, search: bool) -> float:

@@ -62,6 +62,14 @@ void DefModelParts(py::module_& m) {
                  &MoeConfig::top_groups, &MoeConfig::scale, &MoeConfig::layers>());
   DefFields(moe);
 
+  py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");
+  DefMembers<RecurrentConfig>(
+      recurrent,
+      MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
+                 &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
+                 &RecurrentConfig::value_dim, &RecurrentConfig::kernel, &RecurrentConfig::tiled>());
+  DefFields(recurrent);
+
   py::class_<NormConfig> norm(m, "NormConfig");
   DefMembers<NormConfig>(
       norm,
@@ -90,10 +98,13 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::swiglu_limit, &ModelConfig::moe, &ModelConfig::attention_cap,
                  &ModelConfig::embedding_scale, &ModelConfig::residual_scale,
                  &ModelConfig::logit_scale, &ModelConfig::logit_cap, &ModelConfig::parallel,
-                 &ModelConfig::gated, &ModelConfig::norm, &ModelConfig::query_scaling,
+                 &ModelConfig::gated, &ModelConfig::attention_gate, &ModelConfig::recurrent,
+                 &ModelConfig::norm, &ModelConfig::query_scaling,
                  &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
                  &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());
-  model.def("validate", &ModelConfig::Validate);
+  model.def("validate", &ModelConfig::Validate)
+      .def("num_attention_layers", &ModelConfig::NumAttentionLayers)
+      .def("state_bytes", [](const ModelConfig& self) { return self.recurrent.StateBytes(); });
   m.def("short_rope_length", &ShortRopeLength, py::arg("model"), py::arg("session_len"));
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);
   DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);

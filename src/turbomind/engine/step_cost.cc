@@ -49,7 +49,11 @@ StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& devi
                               ? int64_t{model.moe.top_k} * model.moe.intermediate_size +
                                     model.moe.shared_intermediate_size
                               : model.intermediate_size;
-    products += hidden * (2 * heads + 2 * kv_heads + 3 * width);
+    const RecurrentConfig& recurrent = model.recurrent;
+    const int64_t mixer = recurrent.Has(layer)   ? recurrent.Channels() + 2 * recurrent.ValueSize()
+                          : model.attention_gate ? 3 * heads + 2 * kv_heads
+                                                 : 2 * heads + 2 * kv_heads;
+    products += hidden * (mixer + 3 * width);
   }
   const int64_t per_position = 2 * heads;
   StepCost cost;

@@ -15,6 +15,7 @@
 #include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
 #include "turbomind/ops/quantize_blocks.h"
+#include "turbomind/ops/recurrent.h"
 
 namespace turbomind {
 namespace {
@@ -76,7 +77,21 @@ bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_
 
 std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache& cache) {
   std::vector<LayerCache> layers;
+  StatePair states = {cache.states(), cache.checkpoints()};
+  const auto take = [&states](int64_t num_bytes) {
+    const StatePair taken = states;
+    states.working.data += num_bytes;
+    states.checkpoints.data += num_bytes;
+    return taken;
+  };
   for (int i = 0; i < model.num_layers; ++i) {
+    if (model.recurrent.Has(i)) {
+      LayerCache& layer = layers.emplace_back();
+      layer.group = -1;
+      layer.convolution = take(model.recurrent.ConvolutionBytes());
+      layer.matrices = take(model.recurrent.MatrixBytes());
+      continue;
+    }
     layers.push_back({.kv = cache.LayerView(i),
                       .window16 = cache.Window16LayerView(i),
                       .rule = cache.rule(i),
@@ -98,6 +113,7 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
   if (model.softmax_scale == 0.f) {
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
   }
+  state_bytes_ = model.recurrent.StateBytes();
   bool shifts_sinks = false;
   StepLimits& limits = config_.limits;
   Check(limits.max_tokens > 0 && limits.max_logit_rows > 0 && limits.ffn_rows > 0,
@@ -112,6 +128,9 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
           "the weights must have every expert");
     experts_.push_back(ViewExperts(model, moe));
     const LayerCache& cache = config_.layers[i];
+    if (!cache.has_attention()) {
+      continue;
+    }
     const auto group = static_cast<size_t>(cache.group);
     step_groups_.resize(std::max(step_groups_.size(), group + 1));
     step_groups_[group] = {.batch = {},
@@ -142,11 +161,22 @@ void Decoder::Forward(const DecoderInput& input) {
   for (size_t i = 0; i < step_groups_.size(); ++i) {
     step_groups_[i].batch = input.batch[i];
   }
+  const auto copy = [this](const StateView& to, int32_t to_slot, const StateView& from,
+                           int32_t from_slot) {
+    device_.Copy(to.At(to_slot), from.At(from_slot), static_cast<size_t>(state_bytes_));
+  };
+  const StatePair& states = config_.states;
+  for (const StateCopy& restore : input.restores) {
+    copy(states.working, restore.slot, states.checkpoints, restore.checkpoint);
+  }
   device_.RunStep({.tokens = input.tokens,
                    .groups = step_groups_.data(),
                    .num_groups = static_cast<int>(step_groups_.size()),
                    .q_heads = model().num_heads},
                   [&] { RunLayers(input); });
+  for (const StateCopy& save : input.last_saves) {
+    copy(states.checkpoints, save.checkpoint, states.working, save.slot);
+  }
   if (DecodesOnly(batch)) {
     GatherRows(input.rows, scratch_.hidden, model().hidden_size);
   }
@@ -185,32 +215,19 @@ void Decoder::RunLayers(const DecoderInput& input) {
   FillRopes(batch);
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
-    const LayerCache& cache = config_.layers[static_cast<size_t>(i)];
-    const BatchView& view = input.batch[static_cast<size_t>(cache.group)];
-    const bool last_layer_rows_only = i + 1 == model().num_layers && !DecodesOnly(batch);
+    const bool only_rows = i + 1 == model().num_layers && !DecodesOnly(batch);
     const float* x = scratch_.hidden;
     if (model().norm.inputs) {
       Norm(layer.attention_norm, x, scratch_.normed, batch.num_tokens);
       x = scratch_.normed;
     }
-    Project(layer.qkv, nullptr, x, {scratch_.qkv, batch.num_tokens});
-    WriteKv(i, view);
-    int num_rows = batch.num_tokens;
-    if (last_layer_rows_only) {
-      num_rows = static_cast<int>(input.rows.size());
-      if (num_rows == 0) {
-        return;
-      }
+    const float* mixed = Mix(i, x, input, only_rows);
+    if (mixed == nullptr) {
+      return;
     }
-    Attention(i, view, !last_layer_rows_only || input.rows.back() >= batch.num_decode);
-    if (last_layer_rows_only) {
-      GatherRows(input.rows, scratch_.hidden, model().hidden_size);
-      GatherRows(input.rows, scratch_.attended, int64_t{model().num_heads} * model().head_dim);
-      if (model().parallel) {
-        GatherRows(input.rows, scratch_.normed, model().hidden_size);
-      }
-    }
-    Project(layer.output, layer.output.bias.data, scratch_.attended, BranchOutput(0, num_rows));
+    const int num_rows = only_rows ? static_cast<int>(input.rows.size()) : batch.num_tokens;
+    const LinearWeight& output = model().recurrent.Has(i) ? layer.recurrent.output : layer.output;
+    Project(output, output.bias.data, mixed, BranchOutput(0, num_rows));
     AddBranch(layer.attention_output_norm, num_rows);
     if (model().norm.inputs && !model().parallel) {
       Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
@@ -218,6 +235,89 @@ void Decoder::RunLayers(const DecoderInput& input) {
     FeedForward(i, num_rows);
     AddBranch(layer.ffn_output_norm, num_rows);
   }
+}
+
+const float* Decoder::Mix(int index, const float* x, const DecoderInput& input, bool only_rows) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
+  const bool attends = cache.has_attention();
+  const BatchView& batch =
+      attends ? input.batch[static_cast<size_t>(cache.group)] : input.batch.front();
+  if (attends) {
+    Project(layer.qkv, nullptr, x, {scratch_.qkv, batch.num_tokens});
+    WriteKv(index, batch);
+  } else {
+    Recur(index, x, input);
+  }
+  if (only_rows && input.rows.empty()) {
+    return nullptr;
+  }
+  if (attends) {
+    Attention(index, batch, !only_rows || input.rows.back() >= batch.num_decode);
+  }
+  if (attends && model().attention_gate) {
+    Project(layer.attention_gate, nullptr, x, {scratch_.attention_gate, batch.num_tokens});
+    device_.SigmoidGate({.x = scratch_.attended,
+                         .gate = scratch_.attention_gate,
+                         .count = batch.num_tokens * layer.attention_gate.rows()});
+  }
+  float* mixed = attends ? scratch_.attended : scratch_.mixed;
+  if (only_rows) {
+    GatherRows(input.rows, scratch_.hidden, model().hidden_size);
+    GatherRows(input.rows, mixed, attends ? layer.output.cols() : layer.recurrent.output.cols());
+    if (model().parallel) {
+      GatherRows(input.rows, scratch_.normed, model().hidden_size);
+    }
+  }
+  return mixed;
+}
+
+// Computes `mixed`, and the states of the layer.
+void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
+  const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
+  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
+  const RecurrentConfig& shape = model().recurrent;
+  const BatchView& batch = input.batch.front();
+  const int64_t channels = shape.Channels();
+  const float* z = scratch_.projected + channels;
+  const float* b = z + shape.ValueSize();
+  Project(layer.input, nullptr, x, {scratch_.projected, batch.num_tokens});
+  invokeShortConvolution(device_, {.x = scratch_.projected,
+                                   .x_stride = layer.input.rows(),
+                                   .weight = layer.convolution.data,
+                                   .out = scratch_.convolved,
+                                   .channels = static_cast<int>(channels),
+                                   .kernel = shape.kernel,
+                                   .state = cache.convolution,
+                                   .states = input.states,
+                                   .batch = batch});
+  invokeGatedDelta(device_, {.q = scratch_.convolved,
+                             .k = scratch_.convolved + shape.KeySize(),
+                             .v = scratch_.convolved + 2 * shape.KeySize(),
+                             .qkv_stride = channels,
+                             .b = b,
+                             .a = b + shape.num_value_heads,
+                             .gate_stride = layer.input.rows(),
+                             .decay = layer.decay.data,
+                             .dt_bias = layer.dt_bias.data,
+                             .out = scratch_.mixed,
+                             .key_heads = shape.num_key_heads,
+                             .value_heads = shape.num_value_heads,
+                             .key_dim = shape.key_dim,
+                             .value_dim = shape.value_dim,
+                             .tiled = shape.tiled,
+                             .state = cache.matrices,
+                             .states = input.states,
+                             .batch = batch});
+  device_.GatedNorm({.x = scratch_.mixed,
+                     .z = z,
+                     .z_stride = layer.input.rows(),
+                     .weight = layer.norm.data,
+                     .out = scratch_.mixed,
+                     .num_rows = batch.num_tokens,
+                     .dim = static_cast<int>(shape.ValueSize()),
+                     .group = shape.value_dim,
+                     .eps = model().norm_eps});
 }
 
 Decoder::Output Decoder::BranchOutput(int first, int num_rows) const {
@@ -337,7 +437,9 @@ void Decoder::ReadCounts(const std::byte* read) {
   for (const LayerCache& layer : config_.layers) {
     int64_t clipped = 0;
     std::memcpy(&clipped, read, sizeof(clipped));
-    num_clipped_[static_cast<size_t>(layer.group)] += clipped;
+    if (layer.has_attention()) {
+      num_clipped_[static_cast<size_t>(layer.group)] += clipped;
+    }
     read += sizeof(clipped);
   }
   count_is_old_ = false;
@@ -514,8 +616,8 @@ void Decoder::DenseFeedForward(const LayerWeights& layer, const float* x, const 
 // Writes each part of the weight to its own columns of y.
 void Decoder::Project(const LinearWeight& weight, const float* bias, const float* x,
                       const Output& out) {
-  std::array<LinearPart, 3> parts;  // q, k and v
-  Check(weight.parts.size() <= parts.size(), "a linear layer must have at most three parts");
+  std::array<LinearPart, 6> parts;  // those of RecurrentWeights::input
+  Check(weight.parts.size() <= parts.size(), "a linear layer must have at most six parts");
   int64_t output = 0;
   for (size_t i = 0; i < weight.parts.size(); ++i) {
     parts[i] = {weight.parts[i].get(), bias != nullptr ? bias + output : nullptr};

@@ -19,15 +19,18 @@
 
 namespace turbomind {
 
-// The cache of one layer: where this step's K and V are written and read.
+// The cache of one layer: where this step's K and V, or its states, are read and written.
 struct LayerCache {
   KvLayerView kv;
   KvLayerView window16;  // data is null if there is no 16-bit window
   PrecisionWindow rule;
   const float* k_mean = nullptr;
-  int group = 0;   // index of the batch view
-  int window = 0;  // as in kv/sliding_window.h
+  int group = 0;          // index of the batch view; -1: the layer has no attention
+  int window = 0;         // as in kv/sliding_window.h
+  StatePair convolution;  // of a recurrent layer
+  StatePair matrices;     // same
 
+  bool has_attention() const { return group >= 0; }
   // Returns the pool that a step's K and V are written to.
   const KvLayerView& written() const { return window16.data != nullptr ? window16 : kv; }
 };
@@ -39,6 +42,7 @@ std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache&
 struct DecoderConfig {
   ModelConfig model;
   std::vector<LayerCache> layers;  // one per layer
+  StatePair states;                // whole slots; for recurrent layers
   bool rotate_k = false;
   bool search_scales = false;
   int max_positions = 0;  // of a sequence; needed by a bias of K beside K offsets
@@ -56,6 +60,11 @@ struct DecoderInput {
   // attention, a prefill step keeps only these rows. If there are none, it stops once K and V are
   // written.
   std::span<const int32_t> rows;
+  // For recurrent layers. `restores` are copied to the working slots before the step, and the
+  // states after each sequence's last token to the checkpoints of `last_saves` after it.
+  StateBatch states = {};
+  std::span<const StateCopy> restores = {};
+  std::span<const StateCopy> last_saves = {};
 };
 
 // A decoder on one device. It owns its scratch memory, sized once for the limits of a step, so a
@@ -113,7 +122,12 @@ class Decoder {
 
   void FillRopes(const BatchView& batch);
   void RunLayers(const DecoderInput& input);
+  // Mixes the tokens of each sequence: computes the branch of a layer up to its output projection
+  // from x [num_tokens, hidden]. Returns the result of all tokens, or of `rows`, which are then
+  // the only rows of `hidden` and `normed`. Null if there are none.
+  const float* Mix(int index, const float* x, const DecoderInput& input, bool only_rows);
   void Attention(int index, const BatchView& batch, bool include_prefill);
+  void Recur(int index, const float* x, const DecoderInput& input);
   // Moves rows of [num_tokens, width] to the beginning of `values`.
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
   void WriteKv(int index, const BatchView& batch);
@@ -144,6 +158,7 @@ class Decoder {
   std::vector<StepGroup> step_groups_;  // by layer group
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;
+  int64_t state_bytes_ = 0;
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
   int num_rows_ = 0;        // rows whose hidden states are in the scratch

@@ -39,9 +39,14 @@ struct DecoderScratch {
   float* selected = nullptr;            // [max_logit_rows, hidden]
   float* logits = nullptr;              // [max_logit_rows, vocab]
   // Buffers of a layer's attention:
-  float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
-  float* attended = nullptr;    // [max_tokens, heads * head_dim]
-  float* q_dot_mean = nullptr;  // [max_tokens, heads]; for layers that subtract K's mean
+  float* qkv = nullptr;             // [max_tokens, (heads + 2 kv_heads) * head_dim]
+  float* attended = nullptr;        // [max_tokens, heads * head_dim]
+  float* attention_gate = nullptr;  // same; for models that have it
+  float* q_dot_mean = nullptr;      // [max_tokens, heads]; for layers that subtract K's mean
+  // Buffers of a recurrent layer, in the same memory:
+  float* projected = nullptr;  // [max_tokens, channels + value_size + 2 value_heads]
+  float* convolved = nullptr;  // [max_tokens, channels]
+  float* mixed = nullptr;      // [max_tokens, value_size]
   // Buffers of its feed-forward, in the same memory:
   float* gate_up = nullptr;    // [ffn rows, 2 * intermediate]; for dense layers
   float* activated = nullptr;  // [ffn rows, intermediate]

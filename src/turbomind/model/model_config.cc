@@ -183,6 +183,9 @@ void ModelConfig::Validate() const {
   Require(activation != Activation::kClampedSwiglu ||
               (std::isfinite(swiglu_limit) && swiglu_limit > 0.f),
           "swiglu_limit", "is " + std::to_string(swiglu_limit) + ". It must be positive.");
+  recurrent.Validate(num_layers);
+  Require(!recurrent.HasAny() || !k_bias, "k_bias",
+          "is true. It must be false in a model with recurrent layers.");
   ValidateFactors(*this);
   ValidateStructure(*this);
   ValidateRopes(*this);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "turbomind/core/dtype.h"
+#include "turbomind/model/recurrent_config.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/rope_config.h"
 
@@ -59,10 +60,13 @@ struct ModelConfig {
   float logit_cap = 0.f;  // soft cap of the scaled logits; 0: none
   bool parallel = false;  // both branches read attention_norm; there is no ffn_norm
   bool gated = true;      // the dense feed-forward has a gate
+  bool attention_gate =
+      false;  // attention is multiplied by the sigmoid of a projection of its input
   NormConfig norm;
   Activation activation = Activation::kSilu;
   float swiglu_limit = 7.f;  // for kClampedSwiglu
   MoeConfig moe;
+  RecurrentConfig recurrent;
   std::vector<RopeConfig> ropes = {{}};
   std::vector<int> layer_ropes;  // per layer: index in ropes, or -1; empty: 0 for all
   // The temperature of Q, in every layer or only in layers without RoPE.
@@ -74,6 +78,8 @@ struct ModelConfig {
 
   // Throws InvalidArgument that names the field.
   void Validate() const;
+  // Returns the number of layers with attention. The others are recurrent.
+  int NumAttentionLayers() const { return num_layers - recurrent.NumLayers(); }
   // Returns whether some layer has a feed-forward of intermediate_size.
   bool HasDenseLayer() const;
   // Returns the index of a layer's RoPE in ropes, or -1 if the layer has none.

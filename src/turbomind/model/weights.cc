@@ -20,7 +20,10 @@ int64_t LinearWeight::cols() const { return parts.empty() ? 0 : parts.front()->c
 
 std::vector<const LinearWeight*> LayerWeights::linears() const {
   std::vector<const LinearWeight*> all = {&qkv,
+                                          &attention_gate,
                                           &output,
+                                          &recurrent.input,
+                                          &recurrent.output,
                                           &gate_up,
                                           &down,
                                           &moe.router,
@@ -96,8 +99,13 @@ struct WeightsBuilder::Impl {
     for (int i = 0; i < config.num_layers; ++i) {
       const std::string prefix = "layers." + std::to_string(i) + ".";
       LayerWeights& layer = weights->layers[static_cast<size_t>(i)];
-      AddAttention(prefix, layer);
-      if (config.norm.qk_unit && config.RopeOf(i) >= 0) {
+      AddNorms(prefix, layer);
+      if (config.recurrent.Has(i)) {
+        AddRecurrent(prefix + "recurrent.", layer.recurrent);
+      } else {
+        AddAttention(prefix, layer);
+      }
+      if (config.norm.qk_unit && config.RopeOf(i) >= 0 && !config.recurrent.Has(i)) {
         const std::vector<float> ones(static_cast<size_t>(config.head_dim), 1.f);
         vectors[prefix + "q_norm"].values = vectors[prefix + "k_norm"].values = ones;
       }
@@ -109,10 +117,7 @@ struct WeightsBuilder::Impl {
     }
   }
 
-  void AddAttention(const std::string& prefix, LayerWeights& layer) {
-    const int64_t hidden = config.hidden_size;
-    const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
-    const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
+  void AddNorms(const std::string& prefix, LayerWeights& layer) {
     if (config.norm.inputs) {
       Norm(prefix + "attention_norm", layer.attention_norm);
     }
@@ -123,13 +128,39 @@ struct WeightsBuilder::Impl {
       Norm(prefix + "attention_output_norm", layer.attention_output_norm);
       Norm(prefix + "ffn_output_norm", layer.ffn_output_norm);
     }
+  }
+
+  void AddAttention(const std::string& prefix, LayerWeights& layer) {
+    const int64_t hidden = config.hidden_size;
+    const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
+    const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
     const bool all_heads = config.norm.qk_all_heads;
     Vector(prefix + "q_norm", layer.q_norm, all_heads ? q_rows : config.head_dim, false);
     Vector(prefix + "k_norm", layer.k_norm, all_heads ? kv_rows : config.head_dim, false);
     Vector(prefix + "sinks", layer.sinks, config.num_heads, false);
     Linear(layer.qkv, hidden,
            {{prefix + "q", q_rows}, {prefix + "k", kv_rows}, {prefix + "v", kv_rows}});
+    if (config.attention_gate) {
+      Linear(layer.attention_gate, hidden, {{prefix + "attention_gate", q_rows}});
+    }
     Linear(layer.output, q_rows, {{prefix + "o", hidden}});
+  }
+
+  void AddRecurrent(const std::string& prefix, RecurrentWeights& layer) {
+    const RecurrentConfig& shape = config.recurrent;
+    const int64_t heads = shape.num_value_heads;
+    Linear(layer.input, config.hidden_size,
+           {{prefix + "q", shape.KeySize()},
+            {prefix + "k", shape.KeySize()},
+            {prefix + "v", shape.ValueSize()},
+            {prefix + "z", shape.ValueSize()},
+            {prefix + "b", heads},
+            {prefix + "a", heads}});
+    Vector(prefix + "convolution", layer.convolution, shape.kernel * shape.Channels());
+    Vector(prefix + "decay", layer.decay, heads);
+    Vector(prefix + "dt_bias", layer.dt_bias, heads);
+    Vector(prefix + "norm", layer.norm, shape.value_dim);
+    Linear(layer.output, shape.ValueSize(), {{prefix + "o", config.hidden_size}});
   }
 
   void AddFeedForward(const std::string& prefix, LayerWeights& layer) {
@@ -333,11 +364,16 @@ struct WeightsBuilder::Impl {
       }
     }
     AddMissingOfExperts(missing);
+    const auto has_attention = [&](size_t i) { return !config.recurrent.Has(static_cast<int>(i)); };
     bool has_sinks = false;
     for (size_t i = 0; i < weights->layers.size(); ++i) {
-      has_sinks = has_sinks || HasVector("layers." + std::to_string(i) + ".sinks");
+      has_sinks =
+          has_sinks || (has_attention(i) && HasVector("layers." + std::to_string(i) + ".sinks"));
     }
     for (size_t i = 0; i < weights->layers.size(); ++i) {
+      if (!has_attention(i)) {
+        continue;
+      }
       const std::string layer = "layers." + std::to_string(i);
       if (has_sinks && !HasVector(layer + ".sinks")) {
         missing.push_back(layer + ".sinks");

@@ -54,13 +54,25 @@ struct NormWeight {
   VectorWeight bias;
 };
 
+// The layer of a RecurrentConfig.
+struct RecurrentWeights {
+  LinearWeight input;        // q, k, v, z, b, a: [channels + value_size + 2 value_heads, hidden]
+  VectorWeight convolution;  // [kernel, channels]
+  VectorWeight decay;        // [value_heads]
+  VectorWeight dt_bias;      // [value_heads]
+  VectorWeight norm;         // [value_dim]
+  LinearWeight output;       // [hidden, value_size]
+};
+
 struct LayerWeights {
   NormWeight attention_norm, attention_output_norm;  // [hidden]; empty if the model has none
   NormWeight ffn_norm, ffn_output_norm;              // same
   VectorWeight q_norm, k_norm;  // [head_dim], or all heads' [heads * head_dim]; may be empty
   VectorWeight sinks;           // [num_heads] or empty
   LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
+  LinearWeight attention_gate;  // [heads * head_dim, hidden] or empty
   LinearWeight output;          // [hidden, heads * head_dim]
+  RecurrentWeights recurrent;   // instead of the attention; empty in a layer with attention
   LinearWeight gate_up;         // [2 * intermediate, hidden], for a dense layer; only up if the
                                 // model's feed-forward has no gate
   LinearWeight down;            // [hidden, intermediate], for a dense layer
@@ -87,7 +99,11 @@ struct Weights {
 //   embedding, final_norm, head,
 //   layers.{i}.{attention_norm, attention_output_norm, ffn_norm, ffn_output_norm, q_norm, k_norm,
 //   sinks}; the norms over hidden values may have a ".bias", as final_norm may,
-//   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias";
+//   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias",
+//   layers.{i}.attention_gate if the model has it;
+// for a recurrent layer, instead of its attention:
+//   layers.{i}.recurrent.{q, k, v, z, b, a, o}, layers.{i}.recurrent.{convolution, decay, dt_bias,
+//   norm};
 // and for a layer with experts, instead of gate, up and down:
 //   layers.{i}.router, layers.{i}.router.score_bias,
 //   layers.{i}.experts.{e}.{gate, up, down} and the same with ".bias"; gate_up, with the rows

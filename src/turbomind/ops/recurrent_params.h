@@ -17,8 +17,14 @@ namespace turbomind {
 // A copy of a sequence's state after the first `num_tokens` of its new tokens.
 struct StateSave {
   int32_t sequence = 0;    // index in the batch
-  int32_t num_tokens = 0;  // 1 to the sequence's new tokens
+  int32_t num_tokens = 0;  // 1 to the sequence's new tokens - 1
   int32_t checkpoint = 0;  // slot in the pool of checkpoints
+};
+
+// A copy between a working slot and a checkpoint, before or after a step.
+struct StateCopy {
+  int32_t slot = 0;
+  int32_t checkpoint = 0;
 };
 
 // The states of a step. All layers share it. The arrays are on the host, as those of BatchView.
@@ -55,8 +61,8 @@ struct ShortConvolutionParams {
 
 inline constexpr int kMaxConvolutionKernel = 8;
 
-// Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head
-// h / (value_heads / key_heads). For each token, with the head's state S:
+// Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head KeyHead(h). For
+// each token, with the head's state S:
 //   q' = q / sqrt(|q|² + 1e-6) / sqrt(key_dim),  k' = k / sqrt(|k|² + 1e-6)
 //   S = exp(-decay[h] * softplus(a[h] + dt_bias[h])) * S
 //   S += k' ⊗ (sigmoid(b[h]) * (v[h] - Sᵀ k'))
@@ -76,9 +82,14 @@ struct GatedDeltaParams {
   int value_heads = 0;  // a multiple of key_heads
   int key_dim = 0;      // a multiple of 16
   int value_dim = 0;    // a multiple of 16
+  bool tiled = false;   // the value heads of a key head are not adjacent: GGUF
   StatePair state;      // [value_heads, key_dim, value_dim]
   StateBatch states;
   BatchView batch;
+
+  TM_HD int KeyHead(int value_head) const {
+    return tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
+  }
 };
 
 // Normalizes runs of `group` values and multiplies with a gate:

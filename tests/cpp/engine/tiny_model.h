@@ -106,6 +106,21 @@ inline ModelConfig TinySigmoidMoe() {
   return config;
 }
 
+// Returns a config like that of Qwen3-Next: a layer with gated attention between recurrent layers.
+inline ModelConfig TinyHybrid() {
+  ModelConfig config = TinyConfig();
+  config.num_layers = 3;
+  config.windows = {0, 0, 0};
+  config.attention_gate = true;
+  config.recurrent = {.layers = {1, 0, 1},
+                      .num_key_heads = 2,
+                      .num_value_heads = 4,
+                      .key_dim = 16,
+                      .value_dim = 32,
+                      .kernel = 4};
+  return config;
+}
+
 class RandomValues {
  public:
   explicit RandomValues(uint32_t seed) : generator_(seed) {}
@@ -159,7 +174,12 @@ class TinyBuilder {
     AddVector("final_norm", config_.hidden_size, 0.5f, 1.5f);
     for (int i = 0; i < config_.num_layers; ++i) {
       const std::string prefix = "layers." + std::to_string(i) + ".";
-      AddAttention(prefix);
+      AddNorms(prefix);
+      if (config_.recurrent.Has(i)) {
+        AddRecurrent(prefix + "recurrent.");
+      } else {
+        AddAttention(prefix);
+      }
       if (!config_.moe.HasExperts(i)) {
         AddFeedForward(prefix, config_.intermediate_size);
       } else {
@@ -187,10 +207,8 @@ class TinyBuilder {
     builder_.AddVector(name, random_.Uniform(size, low, high).data(), size);
   }
 
-  void AddAttention(const std::string& prefix) {
+  void AddNorms(const std::string& prefix) {
     const int64_t hidden = config_.hidden_size;
-    const int64_t q = int64_t{config_.num_heads} * config_.head_dim;
-    const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
     const NormConfig& norm = config_.norm;
     if (norm.inputs) {
       AddVector(prefix + "attention_norm", hidden, 0.5f, 1.5f);
@@ -201,6 +219,35 @@ class TinyBuilder {
     if (norm.outputs) {
       AddVector(prefix + "attention_output_norm", hidden, 0.5f, 1.5f);
       AddVector(prefix + "ffn_output_norm", hidden, 0.5f, 1.5f);
+    }
+  }
+
+  void AddRecurrent(const std::string& prefix) {
+    const RecurrentConfig& shape = config_.recurrent;
+    const int64_t hidden = config_.hidden_size;
+    for (const char* name : {"q", "k"}) {
+      AddMatrix(prefix + name, shape.KeySize(), hidden, 0.3f);
+    }
+    for (const char* name : {"v", "z"}) {
+      AddMatrix(prefix + name, shape.ValueSize(), hidden, 0.3f);
+    }
+    for (const char* name : {"b", "a"}) {
+      AddMatrix(prefix + name, shape.num_value_heads, hidden, 0.3f);
+    }
+    AddVector(prefix + "convolution", shape.kernel * shape.Channels(), -0.5f, 0.5f);
+    AddVector(prefix + "decay", shape.num_value_heads, 0.01f, 0.5f);
+    AddVector(prefix + "dt_bias", shape.num_value_heads, -1.f, 1.f);
+    AddVector(prefix + "norm", shape.value_dim, 0.5f, 1.5f);
+    AddMatrix(prefix + "o", hidden, shape.ValueSize(), 0.3f);
+  }
+
+  void AddAttention(const std::string& prefix) {
+    const int64_t hidden = config_.hidden_size;
+    const int64_t q = int64_t{config_.num_heads} * config_.head_dim;
+    const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
+    const NormConfig& norm = config_.norm;
+    if (config_.attention_gate) {
+      AddMatrix(prefix + "attention_gate", q, hidden, 0.3f);
     }
     if (norm.qk_all_heads || norm.qk_after_rope) {
       AddVector(prefix + "q_norm", norm.qk_all_heads ? q : config_.head_dim, 0.5f, 1.5f);

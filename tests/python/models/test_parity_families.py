@@ -109,6 +109,10 @@ _MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms without weights": ("llama4", {"use_qk_norm": False}),
     "LayerNorm": ("cohere", {"layer_norm_eps": 1e-2}),
     "windows": ("cohere2", {"sliding_window": 25}),
+    "recurrent layers": (
+        "qwen3-5",
+        {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+    ),
 }
 
 
@@ -135,6 +139,13 @@ _TENSOR_MISTAKES = {
     "norm after RoPE": ("hunyuan", "query_layernorm", ""),
     "selection bias": ("glm4-moe", "e_score_correction_bias", ""),
     "norm bias": ("starcoder2", "input_layernorm.bias", ""),
+    "decay": ("qwen3-5", "A_log", ""),
+    "time step": ("qwen3-5", "dt_bias", ""),
+    "convolution": ("qwen3-5", "conv1d.weight", ""),
+    "gate of attention": ("qwen3-5", "self_attn.q_proj.weight", ""),
+    "gates of a recurrent layer": ("qwen3-5", "in_proj_a.weight", "in_proj_b.weight"),
+    "norm of a recurrent layer": ("qwen3-5", "linear_attn.norm.weight", ""),
+    "heads of qkvz": ("qwen3-next", "in_proj_qkvz.weight", ""),
 }
 
 
@@ -189,6 +200,15 @@ def test_a_config_key_that_is_not_built_is_refused(
         ("granite-hybrid-rope", {"position_embedding_type": "alibi"}, "is 'alibi'. It must be"),
         ("glm4-moe-groups", {"n_group": 3}, "8 experts have 3 groups"),
         ("glm4-moe-groups", {"topk_group": 1}, "3 experts of a token come from 1 of 4 groups"),
+        ("qwen3-5", {"linear_num_key_heads": 3}, "is 4. It must be a multiple of"),
+        ("qwen3-5", {"linear_num_value_heads": 0}, "linear_num_value_heads is '0'"),
+        ("qwen3-5", {"linear_key_head_dim": 40}, "is 40. It must be a multiple of 16"),
+        ("qwen3-5", {"linear_value_head_dim": 4096}, "linear_value_head_dim is '4096'"),
+        ("qwen3-5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is '1'"),
+        ("qwen3-5", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim is '9'"),
+        ("qwen3-5", {"layer_types": ["linear_attention"] * 4}, "has no full_attention"),
+        ("qwen3-5", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries"),
+        ("qwen3-5", {"layer_types": ["mamba"] * 4}, "layer_types contains 'mamba'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

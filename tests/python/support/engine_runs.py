@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 TIMEOUT_MS = 2000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated tokens, their logits [tokens, vocab], and the number of cached prompt tokens."""
+
+    tokens: list[int]
+    logits: np.ndarray
+    cached_tokens: int
 
 
 class EngineRun:
@@ -23,6 +33,8 @@ class EngineRun:
         rotated: bool = False,
         weight_format: str | None = None,
         int8_activations: bool = False,
+        prefix_caching: bool = False,
+        num_draft_tokens: int = 0,
     ) -> None:
         from lmdeploy import _turbomind
         from lmdeploy.engine.model_files import ModelChanges, load_model
@@ -39,7 +51,8 @@ class EngineRun:
         config.max_prefill_token_num = max_prefill
         config.cache_block_seq_len = 16
         config.cache_max_entry_count = 0.5
-        config.enable_prefix_caching = False
+        config.enable_prefix_caching = prefix_caching
+        config.num_draft_tokens = num_draft_tokens
         config.check_integrity = True
         self._engine = _turbomind.Engine(
             self.model.config, config, self.model.weights, device, 2 << 30
@@ -64,6 +77,16 @@ class EngineRun:
     def greedy(self, ids: list[int], num_tokens: int) -> list[int]:
         """Return the next tokens, sampled greedily."""
         return [token for output in self._run(ids, num_tokens, "none") for token in output.tokens]
+
+    def answer(self, ids: list[int], num_tokens: int) -> Answer:
+        """Return the next tokens, sampled greedily, with their logits."""
+        outputs = self._run(ids, num_tokens, "generation")
+        pieces = [output.logits for output in outputs if output.logits is not None]
+        return Answer(
+            [token for output in outputs for token in output.tokens],
+            np.concatenate(pieces),
+            max(output.cached_tokens for output in outputs),
+        )
 
     def pooled(self, ids: list[int], pooling: str) -> np.ndarray:
         """Return the pooled hidden state of the prompt, [hidden]."""

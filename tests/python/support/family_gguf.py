@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recurrent_gguf import recurrent_tensors
 from tiny_families import FAMILY_MODELS
 from tiny_gguf import finish_gguf, interleave, write_tokenizer
 from tiny_models import TinyModel
@@ -20,6 +21,19 @@ _GRANITE = {
 }
 _FAMILIES = {tiny.name: tiny for tiny in FAMILY_MODELS}
 _EXPERT_KEYS = {"expert_count": 6, "expert_used_count": 2}
+_SHARED_EXPERT = {
+    **_EXPERT_KEYS,
+    "expert_feed_forward_length": 48,
+    "expert_shared_feed_forward_length": 64,
+}
+_RECURRENT = {
+    "rope.dimension_count": 16,
+    "ssm.conv_kernel": 4,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 256,
+    "ssm.state_size": 32,
+    "ssm.time_step_rank": 4,
+}
 # End of a name in transformers → names in GGUF of the parts of its rows.
 _EXPERT_NAMES = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -254,6 +268,26 @@ GGUF_MODELS = (
         {**_GRANITE, **_EXPERT_KEYS, "expert_shared_feed_forward_length": 96},
         permuted=True,
     ),
+    GgufModel(_FAMILIES["qwen3-5"], "qwen35", _RECURRENT, norm_offset=1.0),
+    GgufModel(
+        _FAMILIES["qwen3-5-moe"],
+        "qwen35moe",
+        {**_RECURRENT, **_SHARED_EXPERT, "ssm.time_step_rank": 6, "ssm.inner_size": 384},
+        norm_offset=1.0,
+    ),
+    GgufModel(
+        _FAMILIES["qwen3-next"],
+        "qwen3next",
+        {
+            **_RECURRENT,
+            **_SHARED_EXPERT,
+            "attention.recurrent_layers": [False, True] * 2,
+            "ssm.conv_kernel": 3,
+            "ssm.inner_size": 192,
+        },
+        norm_offset=1.0,
+        unused_layers=1,
+    ),
 )
 
 
@@ -288,6 +322,7 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
             float: writer.add_float32,
             bool: writer.add_bool,
             int: writer.add_uint32,
+            list: writer.add_array,
         }
         add[type(value)](f"{made.arch}.{key}", value)
     write_tokenizer(writer)
@@ -308,6 +343,10 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
                 values = values.swapaxes(-1, -2)
             for stored, part in zip(parts, _split(values, len(parts)), strict=True):
                 writer.add_tensor(stored, np.ascontiguousarray(part))
+            continue
+        if found := recurrent_tensors(made.arch, name, values, config):
+            for stored, part in found:
+                writer.add_tensor(stored, part)
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

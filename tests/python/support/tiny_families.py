@@ -29,6 +29,19 @@ _GRANITE = {
     "logits_scaling": 4.0,
 }
 _EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_RECURRENT = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+}
+_SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}
 
 _MINISTRAL3 = {
     "rope_type": "yarn",
@@ -209,6 +222,24 @@ FAMILY_MODELS = (
     ),
     TinyModel("starcoder2", "Starcoder2", {"sliding_window": 30, "tie_word_embeddings": True}),
     TinyModel("arcee", "Arcee", {"mlp_bias": True}),
+    TinyModel("qwen3-5", "Qwen3_5", _RECURRENT, config="Qwen3_5Text"),
+    TinyModel(
+        "qwen3-5-moe",
+        "Qwen3_5Moe",
+        {**_RECURRENT, **_SHARED_EXPERT, "linear_num_value_heads": 6},
+        config="Qwen3_5MoeText",
+    ),
+    TinyModel(
+        "qwen3-next",
+        "Qwen3Next",
+        {
+            **_RECURRENT,
+            **_SHARED_EXPERT,
+            "linear_value_head_dim": 48,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+        },
+    ),
     TinyModel(
         "nemotron", "Nemotron", {"attention_bias": True}, rope={"partial_rotary_factor": 0.5}
     ),

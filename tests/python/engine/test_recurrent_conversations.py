@@ -1,0 +1,99 @@
+"""Tests of conversations with a model that has recurrent layers: hits change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_runs import EngineRun
+from parity import prompt
+from tiny_families import FAMILY_MODELS
+from tiny_models import make_model, save_model
+
+_BLOCK = 16  # of EngineRun
+_ANSWER = 12  # tokens
+_TURN = 30  # tokens of a message
+_SYSTEM = 200  # tokens that all conversations begin with
+_TURNS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tiny = next(tiny for tiny in FAMILY_MODELS if tiny.name == "qwen3-5")
+    path: Path = save_model(make_model(tiny), tmp_path_factory.mktemp("hybrid"))
+    return str(path)
+
+
+def _turns(seed: int) -> Iterator[list[int]]:
+    """Yield the tokens of each message. The first one follows the system prompt."""
+    yield prompt(_SYSTEM) + prompt(_TURN, seed=100 * seed)
+    for turn in range(1, _TURNS):
+        yield prompt(_TURN, seed=100 * seed + turn)
+
+
+def _whole_blocks(num_tokens: int) -> int:
+    return num_tokens // _BLOCK * _BLOCK
+
+
+@pytest.mark.parametrize("kv_format", ["none", "int8", "fp8", "nvfp4"])
+def test_every_turn_has_the_bits_of_a_cold_one(folder: str, kv_format: str) -> None:
+    with (
+        EngineRun(folder, exact=False, kv_format=kv_format, prefix_caching=True) as warm,
+        EngineRun(folder, exact=False, kv_format=kv_format) as cold,
+    ):
+        for seed in (0, 1):  # the second conversation leaves the first after the system prompt
+            ids: list[int] = []
+            for turn, message in enumerate(_turns(seed)):
+                known = len(ids)
+                ids += message
+                got, wanted = warm.answer(ids, _ANSWER), cold.answer(ids, _ANSWER)
+                assert got.tokens == wanted.tokens
+                assert got.logits.tobytes() == wanted.logits.tobytes()
+                assert wanted.cached_tokens == 0
+                if turn:  # the last token of an answer is not computed before the next turn
+                    assert got.cached_tokens == _whole_blocks(known - 1)
+                ids += got.tokens
+
+
+def test_an_edit_of_an_early_turn_hits_what_is_before_it(folder: str) -> None:
+    with EngineRun(folder, exact=False, kv_format="nvfp4", prefix_caching=True) as run:
+        ids: list[int] = []
+        begins = []
+        for message in _turns(0):
+            begins.append(len(ids))
+            ids += message
+            ids += run.answer(ids, _ANSWER).tokens
+        edited = ids[: begins[4]] + prompt(_TURN, seed=99)
+        first, again = run.answer(edited, _ANSWER), run.answer(edited, _ANSWER)
+        assert first.cached_tokens == _whole_blocks(begins[4] - 1)
+        assert again.cached_tokens == _whole_blocks(len(edited) - 1)
+        assert again.logits.tobytes() == first.logits.tobytes()
+
+
+def test_the_third_prompt_hits_where_the_first_two_part(folder: str) -> None:
+    with EngineRun(folder, exact=False, kv_format="nvfp4", prefix_caching=True) as run:
+        cached = [
+            run.answer(prompt(_SYSTEM) + prompt(_TURN, seed=50 + i), _ANSWER).cached_tokens
+            for i in range(4)
+        ]
+    assert cached == [0, 0, _whole_blocks(_SYSTEM), _whole_blocks(_SYSTEM)]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+def test_drafts_change_no_bit(folder: str, num_draft_tokens: int) -> None:
+    ids = prompt(40) * 3
+    with (
+        EngineRun(folder, exact=False, kv_format="nvfp4", prefix_caching=True) as without,
+        EngineRun(
+            folder,
+            exact=False,
+            kv_format="nvfp4",
+            prefix_caching=True,
+            num_draft_tokens=num_draft_tokens,
+        ) as with_drafts,
+    ):
+        for _ in range(2):
+            wanted, got = without.answer(ids, 60), with_drafts.answer(ids, 60)
+            assert got.tokens == wanted.tokens
+            assert got.logits.tobytes() == wanted.logits.tobytes()
