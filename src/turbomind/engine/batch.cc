@@ -69,6 +69,22 @@ void Batch::BuildTables(const SequenceManager& manager, const std::vector<LayerG
   }
 }
 
+void Batch::BuildStates(const SequenceManager& manager) {
+  for (const Sequence* sequence : sequences) {
+    const uint64_t id = sequence->request->id;
+    const int32_t slot = manager.StateSlot(id);
+    for (const PlannedSave& save : manager.PlannedSaves(id)) {
+      saves.push_back({.sequence = static_cast<int32_t>(state_slots.size()),
+                       .num_tokens = static_cast<int32_t>(save.position - sequence->num_computed),
+                       .checkpoint = save.checkpoint});
+    }
+    if (const int32_t checkpoint = manager.CheckpointToRestore(id); checkpoint >= 0) {
+      restores.push_back({checkpoint, slot});
+    }
+    state_slots.push_back(slot);
+  }
+}
+
 void Batch::Clear() {
   sequences.clear();
   num_decode = 0;
@@ -77,6 +93,9 @@ void Batch::Clear() {
   rope_sets.clear();
   cu_seqlens.clear();
   context_lens.clear();
+  state_slots.clear();
+  saves.clear();
+  restores.clear();
 }
 
 void Batch::Finish() {

@@ -10,7 +10,9 @@
 #include "turbomind/engine/sequence.h"
 #include "turbomind/kv/layer_group.h"
 #include "turbomind/kv/sequence_manager.h"
+#include "turbomind/kv/state_view.h"
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
 
@@ -43,6 +45,10 @@ struct Batch {
   std::vector<int32_t> context_lens;  // [num_seqs]
   std::vector<BlockTables> tables;    // by layer group
   std::vector<BatchView> views;       // by layer group, see Views()
+  // The states of recurrent layers; empty if there are none.
+  std::vector<int32_t> state_slots;    // [num_seqs]
+  std::vector<StateSave> saves;        // ascending by sequence, then by num_tokens
+  std::vector<StateRestore> restores;  // copied before the step
 
   bool empty() const { return sequences.empty(); }
   int num_seqs() const { return static_cast<int>(sequences.size()); }
@@ -56,11 +62,19 @@ struct Batch {
   BlockTables& ResetTables(size_t group, int64_t stride, bool has_window16);
   // Fills the tables of all groups with the blocks of the batch's sequences.
   void BuildTables(const SequenceManager& manager, const std::vector<LayerGroup>& groups);
+  // Fills the states. REQUIRES: the manager has states.
+  void BuildStates(const SequenceManager& manager);
   // Makes the views. Call it when the batch is complete.
   void Finish();
 
   // Returns one view per group. Valid after Finish() while the batch is unchanged.
   std::span<const BatchView> Views() const { return views; }
+  // Returns the states of the step. Valid while the batch is unchanged.
+  StateBatch States() const {
+    return {.slots = state_slots.data(),
+            .saves = saves.data(),
+            .num_saves = static_cast<int>(saves.size())};
+  }
 };
 
 }  // namespace turbomind

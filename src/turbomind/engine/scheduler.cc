@@ -105,7 +105,7 @@ int64_t Scheduler::PlanDrafts(int64_t decode_cost) {
     sequence->drafter->Update(sequence->tokens);
     const int64_t length = DraftLength(*sequence, decode_cost);
     const int64_t end = sequence->num_tokens() + length;
-    if (length == 0 || !manager_.AllocateDataAndScaleBlocks(sequence->request->id, end)) {
+    if (length == 0 || !manager_.AllocateDataAndScaleBlocks(sequence->request->id, end, length)) {
       continue;
     }
     const auto draft = sequence->drafter->candidate().first(static_cast<size_t>(length));
@@ -131,9 +131,9 @@ int64_t Scheduler::DraftLength(const Sequence& sequence, int64_t decode_cost) co
   const Drafter& drafter = *sequence.drafter;
   const int64_t to_come = sequence.request->max_new_tokens - sequence.num_generated();
   // A draft leaves tokens to the prompts of the step, and to a last token after it.
-  const int64_t longest =
-      std::min({static_cast<int64_t>(drafter.candidate().size()), to_come - 1,
-                config_.max_sequence_len - sequence.num_tokens() - 1, tokens_left_ / 2});
+  const int64_t longest = std::min({static_cast<int64_t>(drafter.candidate().size()), to_come - 1,
+                                    config_.max_sequence_len - sequence.num_tokens() - 1,
+                                    tokens_left_ / 2, manager_.MaxUncertain(sequence.request->id)});
   const double share = static_cast<double>(decode_cost) / num_decode_;
   double probability = 1.;
   double gain = 0.;
@@ -328,9 +328,9 @@ bool Scheduler::Fits(const Sequence& sequence) const {
 }
 
 // Returns whether a created sequence should wait for the prefix cache. It waits for whole blocks
-// that it shares with a running sequence and that are still to be computed. If they turn out to be
-// unusable, it does not wait again.
-bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
+// that it shares with a running sequence and that are still to be computed. The running sequence
+// leaves a checkpoint after them. If they turn out to be unusable, it does not wait again.
+bool Scheduler::AwaitsPrefix(const Sequence& sequence) {
   if (!UsesPrefixCache(sequence)) {
     return false;
   }
@@ -340,26 +340,32 @@ bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
   const auto shares = [&](const auto& other) {
     return other->request->cache_salt == sequence.request->cache_salt;
   };
-  const auto brings = [&](const auto& other) {
+  // Returns the tokens to wait for, or 0.
+  const auto brings = [&](const auto& other) -> int64_t {
     if (!shares(other)) {
-      return false;
+      return 0;
     }
     // The last token of a prompt is always computed.
     const int64_t end = std::min(sequence.num_tokens() - 1, other->num_tokens());
     if (whole(end) < min_shared || whole(end) <= whole(other->num_computed)) {
-      return false;
+      return 0;
     }
     const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(end));
     const auto differ = std::ranges::mismatch(tokens, other->tokens).in1;
     const int64_t shared = whole(differ - tokens.begin());
-    return shared >= min_shared && shared > whole(other->num_computed);
+    return shared >= min_shared && shared > whole(other->num_computed) ? shared : 0;
   };
   const auto beginning = std::span(sequence.tokens).first(static_cast<size_t>(min_shared));
   const auto is_alike = [&](const auto& other) {
     return shares(other) && std::ranges::mismatch(beginning, other->tokens).in1 == beginning.end();
   };
-  return std::ranges::any_of(running_, brings) &&
-         std::ranges::all_of(waiting_ | std::views::take(config_.max_batch_size), is_alike);
+  const auto source = std::ranges::find_if(running_, [&](const auto& s) { return brings(s) > 0; });
+  if (source == running_.end() ||
+      !std::ranges::all_of(waiting_ | std::views::take(config_.max_batch_size), is_alike)) {
+    return false;
+  }
+  manager_.AddBranch((*source)->request->id, brings(*source) / length);
+  return true;
 }
 
 void Scheduler::Build() {
@@ -371,6 +377,9 @@ void Scheduler::Build() {
     }
   }
   batch_.BuildTables(manager_, groups_);
+  if (manager_.has_states()) {
+    batch_.BuildStates(manager_);
+  }
   batch_.Finish();
 }
 

@@ -122,7 +122,7 @@ class Scheduler {
   Queue::iterator NextToAdmit();
   bool UsesPrefixCache(const Sequence& sequence) const;
   bool Fits(const Sequence& sequence) const;
-  bool AwaitsPrefix(const Sequence& sequence) const;
+  bool AwaitsPrefix(const Sequence& sequence);
   void CountPromised();
   int64_t BlocksToCome(const Sequence& sequence, int pool, int64_t chunk) const;
   void Build();

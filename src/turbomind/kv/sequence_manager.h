@@ -157,6 +157,7 @@ class SequenceManager {
   std::span<const PendingQuantization> BlocksToQuantize(uint64_t id, int group) const;
 
   bool enable_prefix_caching() const { return enable_prefix_caching_; }
+  bool has_states() const { return cache_.has_states(); }
   int block_seq_len() const { return cache_.block_seq_len(); }
   int num_pools() const { return static_cast<int>(managers_.size()); }
   BlockCounts counts(int pool) const;

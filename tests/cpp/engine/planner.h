@@ -24,7 +24,11 @@ struct Planner {
   Planner(const SchedulerConfig& config, std::vector<int64_t> num_blocks,
           std::vector<int> windows = {0}, bool prefix_caching = true,
           PrecisionWindowTokens window16 = {})
-      : cache(device, Config(windows, window16), std::move(num_blocks)),
+      : Planner(config, Config(windows, window16), std::move(num_blocks), prefix_caching) {}
+
+  Planner(const SchedulerConfig& config, const KvCacheConfig& cache_config,
+          std::vector<int64_t> num_blocks, bool prefix_caching = true)
+      : cache(device, cache_config, std::move(num_blocks)),
         manager(cache, prefix_caching),
         scheduler(config, manager, cache.groups()) {}
 
