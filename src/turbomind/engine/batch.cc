@@ -74,12 +74,17 @@ void Batch::BuildStates(const SequenceManager& manager) {
     const uint64_t id = sequence->request->id;
     const int32_t slot = manager.StateSlot(id);
     for (const PlannedSave& save : manager.PlannedSaves(id)) {
-      saves.push_back({.sequence = static_cast<int32_t>(state_slots.size()),
-                       .num_tokens = static_cast<int32_t>(save.position - sequence->num_computed),
-                       .checkpoint = save.checkpoint});
+      const int64_t num_tokens = save.position - sequence->num_computed;
+      if (num_tokens == sequence->num_planned) {
+        last_saves.push_back({.slot = slot, .checkpoint = save.checkpoint});
+      } else {
+        saves.push_back({.sequence = static_cast<int32_t>(state_slots.size()),
+                         .num_tokens = static_cast<int32_t>(num_tokens),
+                         .checkpoint = save.checkpoint});
+      }
     }
     if (const int32_t checkpoint = manager.CheckpointToRestore(id); checkpoint >= 0) {
-      restores.push_back({checkpoint, slot});
+      restores.push_back({.slot = slot, .checkpoint = checkpoint});
     }
     state_slots.push_back(slot);
   }
@@ -95,6 +100,7 @@ void Batch::Clear() {
   context_lens.clear();
   state_slots.clear();
   saves.clear();
+  last_saves.clear();
   restores.clear();
 }
 

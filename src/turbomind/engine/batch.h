@@ -10,7 +10,6 @@
 #include "turbomind/engine/sequence.h"
 #include "turbomind/kv/layer_group.h"
 #include "turbomind/kv/sequence_manager.h"
-#include "turbomind/kv/state_view.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/recurrent_params.h"
 
@@ -46,9 +45,10 @@ struct Batch {
   std::vector<BlockTables> tables;    // by layer group
   std::vector<BatchView> views;       // by layer group, see Views()
   // The states of recurrent layers; empty if there are none.
-  std::vector<int32_t> state_slots;    // [num_seqs]
-  std::vector<StateSave> saves;        // ascending by sequence, then by num_tokens
-  std::vector<StateRestore> restores;  // copied before the step
+  std::vector<int32_t> state_slots;   // [num_seqs]
+  std::vector<StateSave> saves;       // before a sequence's last token, in the order of StateBatch
+  std::vector<StateCopy> last_saves;  // after it
+  std::vector<StateCopy> restores;    // before the step
 
   bool empty() const { return sequences.empty(); }
   int num_seqs() const { return static_cast<int>(sequences.size()); }

@@ -117,8 +117,7 @@ const block::Layout& KvCache::PoolLayout(int pool) const {
 }
 
 StateView KvCache::WholeSlots(int pool) const {
-  Check(has_states(), "only a model with recurrent layers has states");
-  return {data_[static_cast<size_t>(pool)].memory, state_bytes_};
+  return pool < 0 ? StateView() : StateView{data_[static_cast<size_t>(pool)].memory, state_bytes_};
 }
 
 void KvCache::CheckId(int pool, int64_t block) const {

@@ -64,7 +64,8 @@ class KvCache {
   // Returns the kernels' view of a model layer. It is valid for the lifetime of the cache.
   KvLayerView LayerView(int layer) const;
   KvLayerView Window16LayerView(int layer) const;  // data is null if there is no 16-bit window
-  // Return the whole slots of the working states and of the checkpoints. REQUIRES: has_states().
+  // Return the whole slots of the working states and of the checkpoints. Without recurrent layers,
+  // and without checkpoints, data is null.
   StateView states() const { return WholeSlots(StatePool()); }
   StateView checkpoints() const { return WholeSlots(CheckpointPool()); }
 

@@ -16,10 +16,4 @@ struct StateView {
   TM_HD float* At(int64_t slot) const { return reinterpret_cast<float*>(data + slot * slot_bytes); }
 };
 
-// A sequence whose working state is copied from a checkpoint before a step.
-struct StateRestore {
-  int32_t checkpoint = 0;
-  int32_t slot = 0;
-};
-
 }  // namespace turbomind

@@ -64,7 +64,7 @@ struct HashDevice {
 
   // Throws InternalError if a sequence's state is not that of its tokens.
   void Run(const Batch& batch) {
-    for (const StateRestore& restore : batch.restores) {
+    for (const StateCopy& restore : batch.restores) {
       working.at(static_cast<size_t>(restore.slot)) =
           checkpoints.at(static_cast<size_t>(restore.checkpoint));
       ++num_restores;
@@ -86,19 +86,24 @@ struct HashDevice {
         state = Mix(state, batch.tokens[static_cast<size_t>(t)]);
         while (next < states.num_saves && states.saves[next].sequence == s &&
                states.saves[next].num_tokens == t + 1 - begin) {
+          Check(t + 1 < end, "the last state must be in last_saves");
           checkpoints.at(static_cast<size_t>(states.saves[next++].checkpoint)) = state;
         }
       }
       slot = state;
     }
     Check(next == states.num_saves, "saves must be in order and within the step");
-    num_saves += next;
+    for (const StateCopy& save : batch.last_saves) {
+      checkpoints.at(static_cast<size_t>(save.checkpoint)) =
+          working.at(static_cast<size_t>(save.slot));
+      ++num_last_saves;
+    }
   }
 
   std::vector<uint64_t> working;
   std::vector<uint64_t> checkpoints;
   int64_t num_restores = 0;
-  int64_t num_saves = 0;
+  int64_t num_last_saves = 0;
 };
 
 // Accepts a random part of every draft, as the output processor does, and appends one more token.
@@ -126,6 +131,7 @@ struct Load {
 struct Totals {
   SchedulerStats stats;
   int64_t num_restores = 0;
+  int64_t num_last_saves = 0;
   int64_t num_drafted = 0;
   int64_t num_ended = 0;
 };
@@ -186,6 +192,7 @@ Totals RunLoad(const Load& load, int num_steps) {
   }
   totals.stats = planner.scheduler.stats();
   totals.num_restores = device.num_restores;
+  totals.num_last_saves = device.num_last_saves;
   return totals;
 }
 
@@ -197,6 +204,7 @@ TEST_CASE("states follow the tokens through any plans") {
     CHECK(totals.stats.prefix_hit_tokens > 500);
     CHECK(totals.stats.prefix_cut_tokens > 100);
     CHECK(totals.num_restores > 500);
+    CHECK(totals.num_last_saves > 100);
     CHECK(totals.num_drafted > 1000);
     CHECK(totals.num_ended > 100);
     MESSAGE("hits " << totals.stats.prefix_hit_tokens << ", cut " << totals.stats.prefix_cut_tokens
@@ -283,6 +291,7 @@ TEST_CASE("a model without recurrent layers has no states") {
   const Batch& batch = planner.scheduler.Plan();
   CHECK(batch.state_slots.empty());
   CHECK(batch.saves.empty());
+  CHECK(batch.last_saves.empty());
   CHECK(batch.restores.empty());
 }
 
