@@ -353,7 +353,10 @@ void Engine::Impl::Step() {
     state->output_processor.Begin(batch);
     state->decoder.Forward({.tokens = batch.tokens.data(),
                             .batch = batch.Views(),
-                            .rows = state->output_processor.rows()});
+                            .rows = state->output_processor.rows(),
+                            .states = batch.States(),
+                            .restores = batch.restores,
+                            .last_saves = batch.last_saves});
     state->output_processor.Run(state->decoder);
     state->scheduler.StepDone();
     CheckMappedFiles();
