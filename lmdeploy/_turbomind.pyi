@@ -212,6 +212,10 @@ class MemoryPlan(_Fields):
     session_bytes_none: int
     max_tokens: int
     max_sequence_tokens: int
+    state_bytes_per_sequence: int  # of recurrent layers; 0 without them
+    num_checkpoints: int
+    checkpoint_bytes: int
+    checkpoint_interval: int  # blocks; 0: none divide a prompt
 
 class DeviceCapability:
     """The description of a device. src/turbomind/core/device_capability.h explains the fields.

@@ -105,7 +105,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     """Return the lines of a model's memory plan without loading its weights."""
     from lmdeploy import _turbomind
     from lmdeploy.engine.devices import device_line, free_bytes, open_device
-    from lmdeploy.engine.kv_quality import cache_line
+    from lmdeploy.engine.kv_quality import cache_line, state_line
     from lmdeploy.engine.plan import plan_engine, read_draft_texts
 
     device = open_device(config)
@@ -133,6 +133,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         device_line(device),
         f"free memory: {free:,} bytes",
         cache_line(kv, plan, session_len=engine_config.session_len),
+        *filter(None, [state_line(plan)]),
         f"blocks: {plan.num_blocks:,} of {engine_config.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
         *([touched] if device.capability.reserves_lazily else []),

@@ -46,7 +46,8 @@ _ONE_DEVICE = Option(unsupported="an engine computes on one device")
 _ONE_DEVICE_NO_FLAG = Option(unsupported="an engine computes on one device", flags=None)
 _ONE_MACHINE = Option(unsupported="an engine computes on one machine")
 _WHOLE_BLOCKS = Option(
-    unsupported="the prefix cache keeps whole blocks and no other states", flags=None
+    unsupported="the state_checkpoint options decide which states the prefix cache keeps",
+    flags=None,
 )
 _CHUNKS = Option(unsupported="max_prefill_token_num alone divides prompts")
 
@@ -122,6 +123,11 @@ class TurbomindEngineConfig:
             share shorter prefixes; large ones need less metadata and fewer look-ups.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings. They are then computed
             once (LMDeploy's default is off).
+        state_checkpoint_share: part of the cache that holds checkpoints of recurrent layers, 0 to
+            0.9. A prefix is reused up to a checkpoint. Other models have none.
+        state_checkpoint_interval: blocks between the checkpoints that divide a prompt (default: 0,
+            at least 8, and few enough for a quarter of the checkpoints); -1 makes none. Close ones
+            help prompts that change an early turn, and take the place of others.
         speculative_algorithm: how to draft the next tokens, of which one step checks several
             (default: draft_model with a draft model, else ngram on CPU and none on CUDA). ngram
             copies earlier text; the answer does not change, whichever is used.
@@ -227,6 +233,8 @@ class TurbomindEngineConfig:
         bool,
         Option(flags=("--enable-prefix-caching", "--disable-prefix-caching"), to_core=True),
     ] = True
+    state_checkpoint_share: Annotated[float, Option(low=0, high=0.9, to_core=True)] = 0.5
+    state_checkpoint_interval: Annotated[int, Option(low=-1, high=2**20, to_core=True)] = 0
     speculative_algorithm: Annotated[str | None, Option(choices=SPECULATIVE_ALGORITHMS)] = None
     speculative_draft_model: Annotated[str | None, Option(metavar="MODEL")] = None
     speculative_num_draft_tokens: Annotated[

@@ -130,7 +130,10 @@ class AsyncEngine:
 
     def start_lines(self) -> list[str]:
         """Return the lines about the device and the KV cache that a command prints at its start."""
-        return [line for line in (self.running.device_line, self.cache_line()) if line]
+        from lmdeploy.engine.kv_quality import state_line
+
+        lines = (self.running.device_line, self.cache_line(), state_line(self.memory_plan()))
+        return [line for line in lines if line]
 
     def stats(self) -> EngineStats:
         """Return the counters of the core."""

@@ -265,6 +265,22 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: 
     )
 
 
+def state_line(plan: _turbomind.MemoryPlan) -> str:
+    """Return one line on the states of recurrent layers, or nothing if there are none."""
+    size = plan.state_bytes_per_sequence
+    if size == 0:
+        return ""
+    interval = (
+        f", every {plan.checkpoint_interval:,} blocks of a prompt"
+        if plan.checkpoint_interval
+        else ""
+    )
+    return (
+        f"recurrent layers: {size / 2**20:,.1f} MiB per sequence; {plan.num_checkpoints:,} "
+        f"checkpoints ({plan.checkpoint_bytes / 2**20:,.1f} MiB){interval}"
+    )
+
+
 def _comparison(plan: _turbomind.MemoryPlan) -> str:
     """Return the comparison with a 16-bit cache, or an empty text if the cache is one."""
     own, other = plan.session_bytes, plan.session_bytes_none

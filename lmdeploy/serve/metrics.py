@@ -86,6 +86,18 @@ _ENGINE_METRICS: tuple[_Row[EngineStats], ...] = (
         "window16_blocks_cached",
     ),
     (
+        "state_checkpoints_total",
+        _GAUGE,
+        "Slots for checkpoints of recurrent layers.",
+        "checkpoints_total",
+    ),
+    (
+        "state_checkpoints_kept",
+        _GAUGE,
+        "Checkpoints of recurrent layers that are kept.",
+        "checkpoints_kept",
+    ),
+    (
         "prefix_cache_hit_rate",
         _GAUGE,
         "Share of prompt tokens found in the prefix cache.",
@@ -116,7 +128,7 @@ _ENGINE_METRICS: tuple[_Row[EngineStats], ...] = (
         "prefix_cut_tokens",
         _COUNTER,
         "Prompt tokens found in the prefix cache but computed again, because their blocks have no "
-        "16-bit copy.",
+        "16-bit copy or no checkpoint follows them.",
         "prefix_cut_tokens",
     ),
     ("num_preemptions", _COUNTER, "Sequences preempted.", "num_preemptions"),

@@ -46,7 +46,10 @@ async def engine_stats(request: Request) -> Response:
 
 
 def _kv_cache(state: ServerState, stats: _turbomind.EngineStats) -> dict[str, Any]:
-    """Return the format, the sizes and the blocks. `window16` is None without a window."""
+    """Return the format, the sizes and the blocks. `window16` is None without a window.
+
+    `states` is None without recurrent layers.
+    """
     engine = state.engine
     kv, plan = engine.running.kv, engine.memory_plan()
     window16 = None
@@ -57,12 +60,21 @@ def _kv_cache(state: ServerState, stats: _turbomind.EngineStats) -> dict[str, An
             "recent_tokens": kv.recent_tokens,
             "blocks": _blocks(stats, "window16_blocks"),
         }
+    states = None
+    if plan.state_bytes_per_sequence:
+        states = {
+            "bytes_per_sequence": plan.state_bytes_per_sequence,
+            "checkpoints_total": stats.checkpoints_total,
+            "checkpoints_kept": stats.checkpoints_kept,
+            "checkpoint_interval": plan.checkpoint_interval,
+        }
     return {
         "format": kv.format,
         "quality": kv.quality_text,
         "block_tokens": engine.running.block_tokens,
         "blocks": _blocks(stats, "blocks"),
         "window16": window16,
+        "states": states,
         "bytes_per_token": plan.bytes_per_token,
         "bytes_per_token_none": plan.bytes_per_token_none,
         "session_len": engine.text.session_len,

@@ -111,7 +111,9 @@ void DefKv(py::module_& m) {
                        &MemoryPlan::bytes_per_token, &MemoryPlan::bytes_per_token_none,
                        &MemoryPlan::window16_bytes_per_sequence, &MemoryPlan::session_bytes,
                        &MemoryPlan::session_bytes_none, &MemoryPlan::max_tokens,
-                       &MemoryPlan::max_sequence_tokens>());
+                       &MemoryPlan::max_sequence_tokens, &MemoryPlan::state_bytes_per_sequence,
+                       &MemoryPlan::num_checkpoints, &MemoryPlan::checkpoint_bytes,
+                       &MemoryPlan::checkpoint_interval>());
   DefFields(plan);
   py::class_<EngineStats> stats(m, "EngineStats");
   DefMembers<EngineStats>(stats, EngineStats::Members());

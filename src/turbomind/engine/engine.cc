@@ -457,6 +457,9 @@ void Engine::Impl::CollectStats() {
   totals.window16_blocks_free = window16.free;
   totals.window16_blocks_cached = window16.cached;
   totals.window16_blocks_active = window16.active;
+  const BlockCounts checkpoints = sum(state->cache.num_kv_pools() + 1, state->cache.num_pools());
+  totals.checkpoints_total = checkpoints.total;
+  totals.checkpoints_kept = checkpoints.cached + checkpoints.active;
   totals.prompt_tokens = state->scheduler.stats().prompt_tokens;
   totals.prefix_queried_tokens = state->scheduler.stats().prefix_queried_tokens;
   totals.prefix_hit_tokens = state->scheduler.stats().prefix_hit_tokens;

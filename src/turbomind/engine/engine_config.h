@@ -51,6 +51,11 @@ struct EngineConfig {
   // blocks.
   double cache_max_entry_count = 0.8;
   bool enable_prefix_caching = true;
+  // Checkpoints of recurrent layers in the prefix cache. The share is that of the cache's bytes
+  // without working states. The interval is in blocks of a prompt; 0: as many as a quarter of the
+  // checkpoints allows for a prompt of session_len; -1: none.
+  double state_checkpoint_share = 0.5;
+  int state_checkpoint_interval = 0;
   // Runs CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it
   // without scale bytes when the engine becomes idle.
   bool check_integrity = false;

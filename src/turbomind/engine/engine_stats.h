@@ -18,9 +18,11 @@ struct EngineStats {
   int64_t window16_blocks_free = 0;
   int64_t window16_blocks_cached = 0;  // evictable 16-bit copies
   int64_t window16_blocks_active = 0;
+  int64_t checkpoints_total = 0;  // slots for checkpoints of recurrent layers
+  int64_t checkpoints_kept = 0;   // of them, in the prefix cache or in use
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
-  int64_t prefix_cut_tokens = 0;  // found, but the 16-bit copy was missing
+  int64_t prefix_cut_tokens = 0;  // found, but the 16-bit copy or the checkpoint was missing
   int64_t num_preemptions = 0;
   int64_t num_steps = 0;
   int64_t prompt_tokens = 0;
@@ -41,6 +43,7 @@ struct EngineStats {
       &EngineStats::blocks_free, &EngineStats::blocks_cached, &EngineStats::blocks_active,
       &EngineStats::window16_blocks_total, &EngineStats::window16_blocks_free,
       &EngineStats::window16_blocks_cached, &EngineStats::window16_blocks_active,
+      &EngineStats::checkpoints_total, &EngineStats::checkpoints_kept,
       &EngineStats::prefix_queried_tokens, &EngineStats::prefix_hit_tokens,
       &EngineStats::prefix_cut_tokens, &EngineStats::num_preemptions, &EngineStats::num_steps,
       &EngineStats::prompt_tokens, &EngineStats::generated_tokens, &EngineStats::draft_tokens,

@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
+#include <string>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 #include "turbomind/kv/block_seq_len.h"
 #include "turbomind/kv/kv_cache.h"
@@ -32,14 +35,15 @@ double BytesPerToken(const std::vector<LayerGroup>& groups) {
   return bytes;
 }
 
+// Compares the KV pools.
 bool HasRoom(const std::vector<int64_t>& blocks, const std::vector<int64_t>& needed) {
-  return std::ranges::equal(blocks, needed, std::greater_equal<>());
+  return std::equal(needed.begin(), needed.end(), blocks.begin(), std::less_equal<>());
 }
 
-// Returns the bytes of the given blocks of each pool.
+// Returns the bytes of the given blocks of each KV pool. Others that follow do not count.
 int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
-  return std::inner_product(blocks.begin(), blocks.end(), bytes.begin(), int64_t{0});
+  return std::inner_product(bytes.begin(), bytes.end(), blocks.begin(), int64_t{0});
 }
 
 // Returns the bytes of the 16-bit blocks of a sequence longer than every window, between steps,
@@ -113,6 +117,29 @@ int64_t PartOf(int64_t bytes, double share) {
   return static_cast<int64_t>(static_cast<double>(bytes) * share);
 }
 
+// Returns the checkpoints that the drafts of one sequence need: the state to begin with, and that
+// after every token but the last.
+int64_t DraftCheckpoints(const EngineConfig& config) {
+  return config.num_draft_tokens > 0 ? config.num_draft_tokens + 1 : 0;
+}
+
+// Returns the number of checkpoints for their share of `bytes`, which are those of checkpoints and
+// KV together.
+int64_t CheckpointsOf(int64_t bytes, int64_t state_bytes, const EngineConfig& config) {
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();  // ids are int32
+  const double share = config.enable_prefix_caching ? config.state_checkpoint_share : 0.;
+  return std::clamp(PartOf(bytes, share) / state_bytes, DraftCheckpoints(config), kLimit);
+}
+
+// Returns the part of an error that names the working states, if there are any.
+std::string StateNeeds(const ModelConfig& model, const EngineConfig& config) {
+  const int64_t state = model.recurrent.StateBytes();
+  return state == 0
+             ? ""
+             : " and " + std::to_string(config.max_batch_size) + " sequences need " +
+                   std::to_string(state) + " bytes each for recurrent layers (--max-batch-size)";
+}
+
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
 void RequireHeadDim(int head_dim) {
   constexpr int kMultiple = 16;
@@ -143,6 +170,19 @@ void ValidateEngineConfig(const EngineConfig& config) {
         "cache_block_seq_len",
         "is " + std::to_string(length) + ". It must be 16, 32, 64 or 128 (--cache-block-seq-len).");
   }
+  const double share = config.state_checkpoint_share;
+  constexpr double kMaxShare = 0.9;
+  if (!(share >= 0 && share <= kMaxShare)) {
+    throw InvalidArgument("state_checkpoint_share", "is " + std::to_string(share) +
+                                                        ". It must be 0 to 0.9 "
+                                                        "(--state-checkpoint-share).");
+  }
+  if (config.state_checkpoint_interval < -1) {
+    throw InvalidArgument("state_checkpoint_interval",
+                          "is " + std::to_string(config.state_checkpoint_interval) +
+                              ". It must be a number of blocks, 0 (automatic) or -1 (none) "
+                              "(--state-checkpoint-interval).");
+  }
   const double count = config.cache_max_entry_count;
   constexpr double kMaxBlocks = 1 << 30;
   if (!std::isfinite(count) || count <= 0 || count > kMaxBlocks ||
@@ -171,6 +211,12 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   cache.window_format = config.kv_quality.window_format;
   cache.k_offset = config.kv_quality.k_offset;
   cache.k_bias = model.k_bias;
+  cache.state_bytes = model.recurrent.StateBytes();
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    if (model.recurrent.Has(layer)) {
+      cache.windows[static_cast<size_t>(layer)] = kNoAttention;
+    }
+  }
   return cache;
 }
 
@@ -221,23 +267,19 @@ StepLimits PlanStep(const EngineConfig& config, const DeviceCapability& device) 
           .removes_mean = !config.kv_quality.calibration.k_mean.empty()};
 }
 
-std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
-                                int64_t free_bytes, const DeviceCapability& device) {
-  free_bytes -= PartOf(free_bytes, DraftShare(model, config));
-  const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
+namespace {
+
+// Returns the blocks of the KV pools for a budget, or for cache_max_entry_count as a number.
+std::vector<int64_t> PlanKvBlocks(const std::vector<LayerGroup>& groups, const EngineConfig& config,
+                                  int64_t budget, const DeviceCapability& device) {
   const double count = config.cache_max_entry_count;
   KvDemand demand{.session_len = config.session_len,
                   .chunk = StepTokens(config),
                   .max_sequences = device.limits_pools_to_batch ? config.max_batch_size : 0,
                   .num_running = config.max_batch_size};
   const auto blocks = [&] {
-    if (count >= 1) {
-      return BlocksForCount(groups, static_cast<int64_t>(count), demand);
-    }
-    const double budget =
-        static_cast<double>(std::max<int64_t>(free_bytes - StepBytes(model, config, device), 0)) *
-        count;
-    return BlocksForBudget(groups, static_cast<int64_t>(budget), demand);
+    return count >= 1 ? BlocksForCount(groups, static_cast<int64_t>(count), demand)
+                      : BlocksForBudget(groups, budget, demand);
   };
   const auto holds_one = [&] { return HasRoom(blocks(), BlocksForSequences(groups, 1, demand)); };
   if (holds_one()) {
@@ -255,16 +297,77 @@ std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& co
   return blocks();
 }
 
+}  // namespace
+
+std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
+                                int64_t free_bytes, const DeviceCapability& device) {
+  free_bytes -= PartOf(free_bytes, DraftShare(model, config));
+  const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
+  constexpr double kMaxBytes = int64_t{1} << 62;
+  const bool is_count = config.cache_max_entry_count >= 1;
+  const int64_t for_pools = std::max<int64_t>(free_bytes - StepBytes(model, config, device), 0);
+  const int64_t budget = is_count ? 0 : PartOf(for_pools, config.cache_max_entry_count);
+  const int64_t state = model.recurrent.StateBytes();
+  if (state == 0) {
+    return PlanKvBlocks(groups, config, budget, device);
+  }
+  const int64_t slots = config.max_batch_size;
+  if (slots > std::numeric_limits<int64_t>::max() / 4 / state) {
+    throw InvalidArgument("max_batch_size", "is " + std::to_string(slots) +
+                                                StateNeeds(model, config) +
+                                                ". No memory has so many. Lower it.");
+  }
+  const int64_t cached = std::max<int64_t>(budget - slots * state, 0);
+  int64_t checkpoints = CheckpointsOf(cached, state, config);
+  std::vector<int64_t> blocks =
+      PlanKvBlocks(groups, config, std::max<int64_t>(cached - checkpoints * state, 0), device);
+  if (is_count) {
+    const auto kv = static_cast<double>(PoolBytes(groups, blocks));
+    const double both = std::min(kv / (1. - config.state_checkpoint_share), kMaxBytes);
+    checkpoints = CheckpointsOf(static_cast<int64_t>(both), state, config);
+  }
+  blocks.insert(blocks.end(), {slots, checkpoints});
+  return blocks;
+}
+
+int64_t CheckpointInterval(const EngineConfig& config, int64_t num_checkpoints) {
+  // A hit reads up to so many blocks again, which takes one short step.
+  constexpr int64_t kMinInterval = 8;
+  if (config.state_checkpoint_interval != 0) {
+    return std::max<int64_t>(config.state_checkpoint_interval, 0);
+  }
+  const int64_t per_prompt = num_checkpoints / 4;
+  if (per_prompt == 0) {
+    return 0;
+  }
+  const int64_t blocks = CeilDiv(config.session_len, config.cache_block_seq_len);
+  return std::max(CeilDiv(blocks, per_prompt), kMinInterval);
+}
+
 int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int64_t num_tokens) {
   int64_t bytes = 0;
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     bytes += group.QuantizedBlocksHeld(num_tokens) * group.bytes_per_block() +
              group.Window16BlocksHeld(num_tokens) * group.window16_bytes_per_block();
   }
-  return bytes;
+  return bytes + model.recurrent.StateBytes();
 }
 
 namespace {
+
+// Adds the states of recurrent layers, which are the last two pools, to the plan.
+void PlanStateMemory(const ModelConfig& model, const EngineConfig& config,
+                     const std::vector<int64_t>& blocks, MemoryPlan& plan) {
+  plan.state_bytes_per_sequence = model.recurrent.StateBytes();
+  if (plan.state_bytes_per_sequence == 0) {
+    return;
+  }
+  plan.num_checkpoints = blocks.back();
+  plan.checkpoint_bytes = plan.num_checkpoints * plan.state_bytes_per_sequence;
+  plan.checkpoint_interval = CheckpointInterval(config, plan.num_checkpoints);
+  plan.reserved_bytes +=
+      blocks[blocks.size() - 2] * plan.state_bytes_per_sequence + plan.checkpoint_bytes;
+}
 
 // Adds the memory of the draft model to the plan.
 void PlanDraftMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
@@ -275,6 +378,11 @@ void PlanDraftMemory(const ModelConfig& model, const EngineConfig& config, int64
   const ModelConfig& own = config.draft_model->model;
   own.Validate();
   RequireHeadDim(own.head_dim);
+  if (own.recurrent.HasAny()) {
+    throw InvalidArgument("draft_model",
+                          "has recurrent layers, which cannot go back to an earlier token. Use "
+                          "another model (--speculative-draft-model).");
+  }
   const auto groups = MakeLayerGroups(CacheConfig(own, DraftConfig(config)));
   const std::vector<int64_t> blocks = PlanDraftBlocks(model, config, free_bytes, device);
   if (std::ranges::find(blocks, 0) != blocks.end()) {
@@ -302,8 +410,9 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
         "The KV cache does not hold one sequence of one block. cache_max_entry_count is " +
         std::to_string(config.cache_max_entry_count) + " of " + std::to_string(free_bytes) +
         " free bytes, of which a step needs " + std::to_string(StepBytes(model, config, device)) +
-        " bytes (--max-prefill-token-num). Such a sequence needs " +
-        std::to_string(PoolBytes(groups, needed)) + " bytes. Raise --cache-max-entry-count.");
+        " bytes (--max-prefill-token-num)" + StateNeeds(model, config) +
+        ". Such a sequence needs " + std::to_string(PoolBytes(groups, needed)) +
+        " bytes. Raise --cache-max-entry-count.");
   }
   MemoryPlan plan;
   plan.reserved_bytes = PoolBytes(groups, blocks);
@@ -322,6 +431,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   const int64_t window16 = groups[g].rule.enabled() ? blocks[groups.size() + g] : 0;
   plan.max_tokens = TokensThatFit(groups[g], plan.num_blocks, window16, config);
   plan.max_sequence_tokens = LongestSequence(groups, blocks, config);
+  PlanStateMemory(model, config, blocks, plan);
   PlanDraftMemory(model, config, free_bytes, device, plan);
   return plan;
 }

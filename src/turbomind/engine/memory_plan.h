@@ -26,17 +26,23 @@ struct MemoryPlan {
   double bytes_per_token_none = 0;          // the same model without quantization
   int64_t max_tokens = 0;                   // tokens of sequences of session_len that fit
   int64_t max_sequence_tokens = 0;          // longest sequence that fits, <= session_len
-  // Bytes of one sequence of session_len in whole blocks, 16-bit blocks included, and the same
-  // without quantization.
+  // Bytes of one sequence of session_len in whole blocks, 16-bit blocks and its state included, and
+  // the same without quantization.
   int64_t session_bytes = 0;
   int64_t session_bytes_none = 0;
   // The 16-bit cache of the draft model and its activations of a full step; 0 without one.
   int64_t draft_cache_bytes = 0;
   int64_t draft_scratch_bytes = 0;
+  // Recurrent layers: the state of one sequence, which it has while it runs, the checkpoints that
+  // the pools hold, and the blocks between those that divide a prompt. 0 without such layers.
+  int64_t state_bytes_per_sequence = 0;
+  int64_t num_checkpoints = 0;
+  int64_t checkpoint_bytes = 0;     // of all of them
+  int64_t checkpoint_interval = 0;  // 0: none divide a prompt
 };
 
-// Returns the bytes of one sequence of `num_tokens` between steps: whole blocks of every pool,
-// without cached copies.
+// Returns the bytes of one sequence of `num_tokens` between steps: whole blocks of every KV pool
+// and its state, without cached copies.
 int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int64_t num_tokens);
 
 // Plans the memory before anything is allocated. `free_bytes` is the memory that the weights leave
@@ -73,8 +79,13 @@ std::vector<int64_t> PlanDraftBlocks(const ModelConfig& model, const EngineConfi
                                      int64_t free_bytes, const DeviceCapability& device);
 
 // Returns the blocks of each pool. Unless the device reserves lazily, a step's memory is subtracted
-// before the pools get their share of the free bytes, of which the draft model has its part.
+// before the pools get their share of the free bytes, of which the draft model has its part. With
+// recurrent layers, max_batch_size working states come first, and the prefix cache shares the rest
+// between checkpoints and KV. Both come on top of a given number of blocks.
 std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
                                 int64_t free_bytes, const DeviceCapability& device);
+
+// Returns the blocks between the checkpoints that divide a prompt; 0: none.
+int64_t CheckpointInterval(const EngineConfig& config, int64_t num_checkpoints);
 
 }  // namespace turbomind

@@ -10,7 +10,7 @@ namespace turbomind {
 
 int64_t BlocksPerPiece(const KvCache& cache) {
   int64_t bytes = 0;
-  for (int pool = 0; pool < cache.num_pools(); ++pool) {
+  for (int pool = 0; pool < cache.num_kv_pools(); ++pool) {
     bytes += cache.bytes_per_block(pool);
   }
   return std::max<int64_t>(kPieceBytes / std::max<int64_t>(bytes, 1), 1);

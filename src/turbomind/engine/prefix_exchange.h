@@ -28,7 +28,8 @@ struct PrefixPieces {
   std::function<void(const std::function<void(SequenceManager&)>&)> run;
 };
 
-// Returns the number of blocks that kPieceBytes hold in all pools, at least one.
+// Returns the number of blocks that kPieceBytes hold in all KV pools, at least one. Few blocks have
+// a checkpoint, which comes on top.
 int64_t BlocksPerPiece(const KvCache& cache);
 
 // Returns copies of the blocks, as far as they are cached.

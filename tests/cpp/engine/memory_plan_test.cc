@@ -2,6 +2,8 @@
 
 #include <doctest/doctest.h>
 
+#include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -282,6 +284,136 @@ TEST_CASE("an unsupported head_dim is rejected before weights are loaded") {
     model.head_dim = head_dim;
     CHECK_THROWS_AS(RequireKernels(model, config, *device), InvalidArgument);
   }
+}
+
+// Returns a model of which three of four layers are recurrent, with states of almost 2 MB.
+ModelConfig RecurrentModel() {
+  ModelConfig model = Model(std::vector<int>(8, 0));
+  model.recurrent = {.layers = {1, 1, 1, 0, 1, 1, 1, 0},
+                     .num_key_heads = 4,
+                     .num_value_heads = 8,
+                     .key_dim = 96,
+                     .value_dim = 96,
+                     .kernel = 4,
+                     .tiled = false};
+  return model;
+}
+
+// Returns the bytes of all pools.
+int64_t AllBytes(const ModelConfig& model, const EngineConfig& config,
+                 const std::vector<int64_t>& blocks) {
+  const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
+  REQUIRE(blocks.size() == groups.size() + 2);
+  int64_t bytes = (blocks[groups.size()] + blocks.back()) * model.recurrent.StateBytes();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    bytes += blocks[g] * groups[g].bytes_per_block();
+  }
+  return bytes;
+}
+
+TEST_CASE("recurrent layers have working states, and checkpoints share the cache with KV") {
+  const ModelConfig model = RecurrentModel();
+  const int64_t state = model.recurrent.StateBytes();
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  const KvCacheConfig cache = CacheConfig(model, config);
+  CHECK(cache.state_bytes == state);
+  CHECK(state % 64 == 0);
+  CHECK(cache.windows == std::vector{kNoAttention, kNoAttention, kNoAttention, 0, kNoAttention,
+                                     kNoAttention, kNoAttention, 0});
+  const auto budget = static_cast<int64_t>(0.8 * static_cast<double>(kFreeBytes));
+  const int64_t rest = budget - config.max_batch_size * state;
+  for (const double share : {0.5, 0.25, 0., 0.9}) {
+    CAPTURE(share);
+    config.state_checkpoint_share = share;
+    const std::vector<int64_t> blocks = PlanBlocks(model, config, kFreeBytes, kCpu);
+    REQUIRE(blocks.size() == 3);
+    CHECK(blocks[1] == config.max_batch_size);
+    CHECK(blocks[2] == static_cast<int64_t>(share * static_cast<double>(rest)) / state);
+    CHECK(AllBytes(model, config, blocks) <= budget);
+    const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, kCpu);
+    CHECK(plan.reserved_bytes == AllBytes(model, config, blocks));
+    CHECK(plan.state_bytes_per_sequence == state);
+    CHECK(plan.num_checkpoints == blocks[2]);
+    CHECK(plan.checkpoint_bytes == blocks[2] * state);
+    CHECK(plan.session_bytes == SequenceBytes(model, config, config.session_len));
+    CHECK(plan.max_sequence_tokens == config.session_len);
+    CHECK(plan.bytes_per_token == 2 * 2 * 3 * 36);  // of the layers with attention
+  }
+  CHECK(SequenceBytes(model, config, 64) == 64 * 2 * 2 * 3 * 36 + state);
+  CHECK(PlanMemory(Model(), config, kFreeBytes, kCpu).num_checkpoints == 0);
+}
+
+TEST_CASE("without the prefix cache there are checkpoints for drafts only") {
+  const ModelConfig model = RecurrentModel();
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  config.enable_prefix_caching = false;
+  CHECK(PlanBlocks(model, config, kFreeBytes, kCpu).back() == 0);
+  config.num_draft_tokens = 8;
+  CHECK(PlanBlocks(model, config, kFreeBytes, kCpu).back() == 9);
+  config.enable_prefix_caching = true;
+  config.state_checkpoint_share = 0;
+  CHECK(PlanBlocks(model, config, kFreeBytes, kCpu).back() == 9);
+}
+
+TEST_CASE("states come on top of a number of blocks, in the same proportion") {
+  const ModelConfig model = RecurrentModel();
+  const int64_t state = model.recurrent.StateBytes();
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  config.cache_max_entry_count = 4096;
+  const int64_t block = MakeLayerGroups(CacheConfig(model, config))[0].bytes_per_block();
+  for (const double share : {0., 0.5, 0.75}) {
+    config.state_checkpoint_share = share;
+    const std::vector<int64_t> blocks = PlanBlocks(model, config, 1, kCpu);
+    CHECK(blocks[0] == 4096);
+    CHECK(blocks[1] == config.max_batch_size);
+    const auto bytes =
+        static_cast<int64_t>(4096. * static_cast<double>(block) * share / (1 - share));
+    CHECK(blocks[2] == bytes / state);
+  }
+}
+
+TEST_CASE("the interval gives a long prompt a quarter of the checkpoints") {
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  config.session_len = 64 * 1000;
+  CHECK(CheckpointInterval(config, 0) == 0);
+  CHECK(CheckpointInterval(config, 3) == 0);
+  CHECK(CheckpointInterval(config, 4) == 1000);
+  CHECK(CheckpointInterval(config, 40) == 100);
+  CHECK(CheckpointInterval(config, 4 * 999) == 8);
+  config.state_checkpoint_interval = 3;
+  CHECK(CheckpointInterval(config, 4) == 3);
+  config.state_checkpoint_interval = -1;
+  CHECK(CheckpointInterval(config, 400) == 0);
+}
+
+TEST_CASE("impossible states are refused with the option to change") {
+  const ModelConfig model = RecurrentModel();
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  for (const double share : {-0.1, 0.91, std::nan("")}) {
+    config.state_checkpoint_share = share;
+    CHECK_THROWS_AS(PlanMemory(model, config, kFreeBytes, kCpu), InvalidArgument);
+  }
+  config.state_checkpoint_share = 0.5;
+  config.state_checkpoint_interval = -2;
+  CHECK_THROWS_AS(PlanMemory(model, config, kFreeBytes, kCpu), InvalidArgument);
+  config.state_checkpoint_interval = 0;
+  CHECK_THROWS_WITH_AS(
+      PlanMemory(model, config, config.max_batch_size * model.recurrent.StateBytes(), kCpu),
+      doctest::Contains("--max-batch-size"), InvalidArgument);
+  ModelConfig huge = model;
+  huge.recurrent.num_key_heads = huge.recurrent.num_value_heads = 65536;
+  huge.recurrent.key_dim = huge.recurrent.value_dim = 1024;
+  config.max_batch_size = 1 << 24;
+  config.cache_max_entry_count = 4096;
+  CHECK_THROWS_AS(PlanMemory(huge, config, kFreeBytes, kCpu), InvalidArgument);
+}
+
+TEST_CASE("a draft model must not have recurrent layers") {
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  config.draft_model = std::make_shared<DraftModel>(RecurrentModel(), nullptr);
+  config.num_draft_tokens = 4;
+  CHECK_THROWS_WITH_AS(PlanMemory(Model(), config, kFreeBytes, kCpu),
+                       doctest::Contains("recurrent layers"), InvalidArgument);
 }
 
 }  // namespace

@@ -163,6 +163,8 @@ def test_metrics_endpoint_exports_every_metric(url):
         'kv_cache_window_blocks_total{model_name="m"} 6.0',
         'kv_cache_window_blocks_active{model_name="m"} 2.0',
         'kv_cache_window_blocks_cached{model_name="m"} 1.0',
+        'state_checkpoints_total{model_name="m"} 12.0',
+        'state_checkpoints_kept{model_name="m"} 5.0',
         'prefix_cut_tokens_total{model_name="m"} 7.0',
         'num_nonfinite_kv_total{model_name="m"} 9.0',
         'kv_clipped_values_total{group="full",model_name="m"} 0.0',

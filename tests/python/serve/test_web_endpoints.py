@@ -343,6 +343,12 @@ def test_engine_stats_describe_cache_and_requests(url):
         "recent_tokens": 64,
         "blocks": {"total": 6, "active": 2, "cached": 1, "free": 3},
     }
+    assert cache["states"] == {
+        "bytes_per_sequence": 4096,
+        "checkpoints_total": 12,
+        "checkpoints_kept": 5,
+        "checkpoint_interval": 8,
+    }
     assert (cache["format"], cache["block_tokens"]) == ("nvfp4", 64)
     assert (cache["bytes_per_token"], cache["bytes_per_token_none"]) == (100, 300)
 

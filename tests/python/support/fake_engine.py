@@ -282,6 +282,8 @@ class FakeCore(NoPrefixCache):
                 "window16_blocks_free": 3,
                 "window16_blocks_cached": 1,
                 "window16_blocks_active": 2,
+                "checkpoints_total": 12,
+                "checkpoints_kept": 5,
                 "prefix_queried_tokens": 8,
                 "prefix_hit_tokens": 4,
                 "prefix_cut_tokens": 7,
@@ -302,6 +304,10 @@ class FakeCore(NoPrefixCache):
                 "max_sequence_tokens": min(self.session_len, self.cache_tokens),
                 "session_bytes": 60_000,
                 "session_bytes_none": 150_000,
+                "state_bytes_per_sequence": 4096,
+                "num_checkpoints": 12,
+                "checkpoint_bytes": 12 * 4096,
+                "checkpoint_interval": 8,
             }
         )
 
