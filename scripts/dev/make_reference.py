@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,8 @@ def _values(option: DeclaredOption) -> str:
     if option.choices:
         texts = [f"`{choice!r}`" for choice in option.choices]
     else:
-        texts = [f"`{k.__name__ if isinstance(k, type) else k}`" for k in option.kinds]
+        kinds = [k.__name__ if isinstance(k, type) else str(k) for k in option.kinds]
+        texts = [f"`{re.sub(r'(typing|os)[.]', '', kind)}`" for kind in kinds]
     if option.kind in (int, float) and not option.choices and option.more.check is None:
         texts[0] += f" ≥ {_number(low)}" if above is None else f" > {_number(above)}"
         texts[0] += f", ≤ {_number(high)}" if high != MAX_INT else ""
