@@ -51,7 +51,11 @@ LIMITS = (
     ("config.generation", "MAX_LOGPROBS", "{} log probabilities per token"),
     ("serve.routes.encode", "MAX_ENCODED_TOKENS", "{} tokens in a response of `/v1/encode`"),
     ("serve.routes.markdown", "MAX_MARKDOWN_CHARS", "{} characters in `/render_markdown`"),
-    ("serve.rendering.tree", "MAX_MARKDOWN_NODES", "{} elements in a response of `/render_markdown`"),
+    (
+        "serve.rendering.tree",
+        "MAX_MARKDOWN_NODES",
+        "{} elements in a response of `/render_markdown`",
+    ),
     ("serve.rendering.child", "MAX_SECONDS", "{} seconds until `/render_markdown` has a response"),
     ("serve.rendering.limits", "MAX_PART_SECONDS", "{} s of CPU time for a block of code"),
     ("serve.rendering.highlighting", "MAX_HIGHLIGHTED_CHARS", "{} characters of code with colors"),
@@ -256,8 +260,8 @@ def make_models() -> str:
     return _page(
         "Models",
         "A folder from Hugging Face is recognized by the `architectures` of its config.json, and a "
-        "GGUF file by its `general.architecture`. Others are refused with this list. Where the GGUF "
-        "column is empty, GGUF calls the model `llama`, or its GGUF files are not supported.",
+        "GGUF file by its `general.architecture`. Others are refused with this list. Where the "
+        "GGUF column is empty, GGUF calls the model `llama`, or its GGUF files are not supported.",
         _table(["models", "Hugging Face", "GGUF", "differs from Llama by"], rows),
         "Models that also read pictures are loaded without that part, and a line in the log says "
         "so. Pictures in messages are refused.",
