@@ -217,6 +217,15 @@ int BlockTrie::Twin(PoolBlock block, int pool) const {
   return found->second->blocks.at(static_cast<size_t>(pool));
 }
 
+bool BlockTrie::IsContinued(const std::vector<int>& blocks) const {
+  for (size_t p = 0; p < blocks.size(); ++p) {
+    if (blocks[p] >= 0) {
+      return !node_of_[p].at(blocks[p])->children.empty();
+    }
+  }
+  return true;  // invariant 3
+}
+
 int64_t BlockTrie::num_blocks(int pool) const {
   return static_cast<int64_t>(node_of_[static_cast<size_t>(pool)].size());
 }

@@ -67,6 +67,9 @@ class BlockTrie {
   // Returns the block of another pool for the same tokens, or -1 if that pool has none. REQUIRES:
   // Contains(block).
   int Twin(PoolBlock block, int pool) const;
+  // Returns whether some tokens follow those of a node that Find returned. REQUIRES: the trie has
+  // not changed since.
+  bool IsContinued(const std::vector<int>& blocks) const;
   int64_t num_blocks(int pool) const;
   // Returns every block in the trie, in no particular order.
   std::vector<PoolBlock> Blocks() const;

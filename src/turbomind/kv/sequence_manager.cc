@@ -61,7 +61,11 @@ int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt, bo
     const PrefixHit hit = FindPrefixHit(cache_.groups(), path, cache_.CheckpointPool());
     const auto path_blocks = static_cast<int64_t>(path.size());
     if (cache_.has_states() && path_blocks > hit.num_blocks) {
-      sequence.state.rule.branches.push_back(path_blocks);
+      sequence.state.is_cut = true;
+      // Otherwise the prompt continues the path, and none shares its end.
+      if (trie_.IsContinued(path.back())) {
+        sequence.state.rule.branches.push_back(path_blocks);
+      }
     }
     sequence.num_written = hit.num_blocks * cache_.block_seq_len();
     sequence.num_cut = (hit.num_found - hit.num_blocks) * cache_.block_seq_len();
@@ -248,11 +252,8 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
 // Removes the spare mark from copies that served a hit: they end a shared prefix and may serve the
 // next hit. A hit of a sequence that still waits for its first step does not count.
 void SequenceManager::MarkServed(Sequence& sequence) {
-  if (const int32_t checkpoint = sequence.state.restore; checkpoint >= 0) {
-    CheckpointUse& use = checkpoint_uses_[static_cast<size_t>(checkpoint)];
-    ++use.num_hits;
-    sequence.state.served = {checkpoint, use.serial};
-    managers_[static_cast<size_t>(cache_.CheckpointPool())].ClearSpare(checkpoint);
+  if (sequence.state.restore >= 0) {
+    MarkServedCheckpoint(sequence.state);
   }
   for (int group = 0; cache_.has_window16_pools() && group < cache_.num_groups(); ++group) {
     const auto pool = static_cast<size_t>(cache_.Window16Pool(group));

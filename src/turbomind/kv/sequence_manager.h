@@ -69,9 +69,11 @@ struct PlannedSave {
 // (checkpoint_rule.h) and after every token of a draft but the last. Commit enters the former into
 // the prefix cache, where a checkpoint belongs to the last block before it. It is evicted
 // separately, and a hit ends at a checkpoint. Saves for the prefix cache are taken as far as slots
-// are left; they never evict KV. Spare, and evicted first, are checkpoints that divide a prompt,
+// are left; they never evict KV. Some are spare and evicted first: those that divide a prompt,
 // those within an answer once it has a later one, and one that a single hit has used, once the
-// prompt of that hit has its own.
+// prompt of that hit has its own. So is either the end of the prompt or of the answer, depending on
+// where the next prompts of conversations usually begin: templates may remove the reasoning from an
+// answer.
 //
 // Invariants (CheckIntegrity):
 //  1. In each pool free + cached + active = total, and data and scales have exactly `total` blocks.
@@ -191,6 +193,8 @@ class SequenceManager {
   // What a slot of the pool of checkpoints has.
   struct CheckpointUse {
     uint64_t serial = 0;  // of the checkpoint
+    CheckpointKind kind = CheckpointKind::kNone;
+    bool has_answer = false;  // of kPrompt: its sequence has one of kAnswer
     int num_hits = 0;
   };
   struct State {
@@ -198,7 +202,9 @@ class SequenceManager {
     int32_t restore = -1;
     CheckpointRule rule;
     std::vector<PlannedSave> saves;
+    bool is_cut = false;   // the prefix cache has blocks after the one that Create found
     CheckpointRef served;  // the one that Create found
+    CheckpointRef prompt;  // that of kPrompt
     CheckpointRef answer;  // the last one of kAnswer
   };
   struct Sequence {
@@ -237,6 +243,10 @@ class SequenceManager {
   void ListCheckpoints(Sequence& sequence, int64_t num_tokens);
   void FinishSaves(Sequence& sequence, int64_t num_planned, int64_t num_tokens);
   void RankCheckpoint(Sequence& sequence, const PlannedSave& save);
+  void RankAnswer(State& state, int32_t checkpoint);
+  void MarkServedCheckpoint(State& state);
+  CheckpointRef RefTo(int32_t checkpoint) const;
+  bool IsCurrent(const CheckpointRef& checkpoint) const;
   void MarkSpareUnlessUsed(const CheckpointRef& checkpoint, int max_hits);
   void ReleaseSaves(Sequence& sequence);
   void ReleaseStates(Sequence& sequence);
@@ -257,6 +267,8 @@ class SequenceManager {
   int64_t checkpoint_interval_;
   std::vector<CheckpointUse> checkpoint_uses_;  // by slot
   uint64_t num_checkpoints_taken_ = 0;
+  // Prompts that continued the answer before them, minus those that replaced it; within ±kMaxTrend.
+  int answer_trend_ = 0;
   std::unordered_map<uint64_t, Sequence> sequences_;
   // Scratch of one call, by pool. It is kept because most steps need no block and then allocate
   // nothing.

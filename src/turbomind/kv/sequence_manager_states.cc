@@ -21,9 +21,10 @@ int32_t SequenceManager::TakeCheckpoint(CheckpointKind kind) {
     EvictOldest(cache_.CheckpointPool());
   }
   const int32_t slot = manager.Allocate();
-  // A branch begins with two prompts that share it.
-  checkpoint_uses_[static_cast<size_t>(slot)] = {++num_checkpoints_taken_,
-                                                 kind == CheckpointKind::kBranch ? 1 : 0};
+  checkpoint_uses_[static_cast<size_t>(slot)] = {
+      .serial = ++num_checkpoints_taken_,
+      .kind = kind,
+      .num_hits = kind == CheckpointKind::kBranch ? 1 : 0};  // two prompts share it already
   return slot;
 }
 
@@ -130,23 +131,54 @@ void SequenceManager::RankCheckpoint(Sequence& sequence, const PlannedSave& save
     manager.MarkSpare(save.checkpoint);
   }
   if (save.kind == CheckpointKind::kAnswer) {
-    const uint64_t serial = checkpoint_uses_[static_cast<size_t>(save.checkpoint)].serial;
-    MarkSpareUnlessUsed(std::exchange(state.answer, {save.checkpoint, serial}), 0);
+    RankAnswer(state, save.checkpoint);
   }
   if (save.position / cache_.block_seq_len() == state.rule.PromptBlocks()) {
     MarkSpareUnlessUsed(std::exchange(state.served, {}), 1);
+    state.prompt = RefTo(save.checkpoint);
   }
 }
 
-void SequenceManager::MarkSpareUnlessUsed(const CheckpointRef& checkpoint, int max_hits) {
-  if (checkpoint.slot < 0) {
-    return;
+void SequenceManager::RankAnswer(State& state, int32_t checkpoint) {
+  MarkSpareUnlessUsed(std::exchange(state.answer, RefTo(checkpoint)), 0);
+  if (IsCurrent(state.prompt)) {
+    checkpoint_uses_[static_cast<size_t>(state.prompt.slot)].has_answer = true;
   }
-  BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
-  const CheckpointUse& use = checkpoint_uses_[static_cast<size_t>(checkpoint.slot)];
-  if (use.serial == checkpoint.serial && manager.is_kept(checkpoint.slot) &&
-      use.num_hits <= max_hits) {
-    manager.MarkSpare(checkpoint.slot);
+  if (answer_trend_ > 0) {
+    MarkSpareUnlessUsed(state.prompt, 0);
+  } else if (answer_trend_ < 0) {
+    MarkSpareUnlessUsed(state.answer, 0);
+  }
+}
+
+// Counts a hit of the checkpoint to restore.
+void SequenceManager::MarkServedCheckpoint(State& state) {
+  constexpr int kMaxTrend = 16;
+  CheckpointUse& use = checkpoint_uses_[static_cast<size_t>(state.restore)];
+  ++use.num_hits;
+  managers_[static_cast<size_t>(cache_.CheckpointPool())].ClearSpare(state.restore);
+  state.served = RefTo(state.restore);
+  // Blocks after the end of the last prompt are those of its answer.
+  if (use.kind == CheckpointKind::kAnswer || use.has_answer) {
+    const bool continues = use.kind == CheckpointKind::kAnswer || state.is_cut;
+    answer_trend_ = std::clamp(answer_trend_ + (continues ? 1 : -1), -kMaxTrend, kMaxTrend);
+  }
+}
+
+SequenceManager::CheckpointRef SequenceManager::RefTo(int32_t checkpoint) const {
+  return {checkpoint, checkpoint_uses_[static_cast<size_t>(checkpoint)].serial};
+}
+
+bool SequenceManager::IsCurrent(const CheckpointRef& checkpoint) const {
+  return checkpoint.slot >= 0 &&
+         checkpoint_uses_[static_cast<size_t>(checkpoint.slot)].serial == checkpoint.serial &&
+         managers_[static_cast<size_t>(cache_.CheckpointPool())].is_kept(checkpoint.slot);
+}
+
+void SequenceManager::MarkSpareUnlessUsed(const CheckpointRef& checkpoint, int max_hits) {
+  if (IsCurrent(checkpoint) &&
+      checkpoint_uses_[static_cast<size_t>(checkpoint.slot)].num_hits <= max_hits) {
+    managers_[static_cast<size_t>(cache_.CheckpointPool())].MarkSpare(checkpoint.slot);
   }
 }
 

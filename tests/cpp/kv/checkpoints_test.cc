@@ -124,6 +124,53 @@ TEST_CASE("an answer keeps only its last checkpoint for good") {
   CHECK(pools.Hit(Append(all, 9, 700)) == 12);
 }
 
+TEST_CASE("the ends of prompts or of answers are spare, depending on what prompts continue") {
+  for (const bool answers_stay : {true, false}) {
+    CAPTURE(answers_stay);
+    StatePools pools(8);
+    for (int key = 0; key < 3; ++key) {  // two turns each
+      const std::vector<int32_t> prompt = Tokens(2 * kLength + 5, 10000 * key);
+      const std::vector<int32_t> all = Append(prompt, 3 * kLength, 10000 * key + 3000);
+      const auto id = static_cast<uint64_t>(10 * key);
+      pools.Talk(id + 1, prompt, all);
+      const std::vector<int32_t> next =
+          Append(answers_stay ? all : prompt, 2 * kLength, 10000 * key + 6000);
+      pools.Talk(id + 2, next, Append(next, 2 * kLength, 10000 * key + 9000));
+    }
+    const std::vector<int32_t> prompt = Tokens(2 * kLength + 5, 70000);
+    const std::vector<int32_t> all = Append(prompt, 3 * kLength, 73000);
+    pools.Talk(91, prompt, all);
+    // New prompts take the place of all that is spare, and of what was used least recently.
+    for (int key = 0; key < 7; ++key) {
+      pools.RunAndFree(static_cast<uint64_t>(100 + key), Tokens(kLength + 1, 90000 + 1000 * key));
+    }
+    CHECK(pools.Hit(prompt) == (answers_stay ? 0 : 2));
+    CHECK(pools.Hit(Append(all, 1, 0)) == (answers_stay ? 5 : 2));
+  }
+}
+
+TEST_CASE("a prompt that continues the cached text has no branch") {
+  StatePools pools(8);
+  const std::vector<int32_t> text = Tokens(6 * kLength);
+  pools.manager.Create(1, Tokens(8));
+  REQUIRE(pools.Compute(1, Tokens(8)));
+  REQUIRE(pools.Compute(1, text));  // leaves checkpoints at every block
+  pools.manager.FreeDataAndScaleBlocks(1);
+  for (int64_t n = pools.checkpoints().cached; n > 0; --n) {
+    pools.RunAndFree(static_cast<uint64_t>(10 + n),
+                     Tokens(kLength + 1, 5000 + 100 * static_cast<int>(n)));
+  }
+  for (int n = 0; n < 8; ++n) {
+    pools.RunAndFree(static_cast<uint64_t>(50 + n), Tokens(kLength + 1, 9000 + 100 * n));
+  }
+  const std::vector<int32_t> longer = Append(text, 2 * kLength + 1, 700);
+  CHECK(pools.manager.Create(90, longer) == 0);
+  CHECK(pools.manager.num_cut(90) == 6 * kLength);
+  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(90, 8 * kLength + 1));
+  REQUIRE(pools.manager.PlannedSaves(90).size() == 1);
+  CHECK(pools.manager.PlannedSaves(90)[0].kind == CheckpointKind::kPrompt);
+}
+
 TEST_CASE("a checkpoint that one hit has used gives way when the prompt of the hit has its own") {
   for (const bool is_shared : {false, true}) {
     StatePools pools(3);
