@@ -52,11 +52,11 @@ DECODERS = tuple(
     (f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")
 )
 OTHER_DECODERS = (
-    ("ours, `nvfp4`", US, "nvfp4"),
-    ("XQA 16 bit", XQA, "none"),
-    ("XQA FP8", XQA, "fp8"),
-    ("FlashInfer 16 bit", FLASHINFER, "none"),
-    ("FlashInfer NVFP4", FLASHINFER, "nvfp4"),
+    ("`nvfp4`", US, "nvfp4"),
+    ("XQA, 16 bit", XQA, "none"),
+    ("FP8", XQA, "fp8"),
+    ("FlashInfer, 16 bit", FLASHINFER, "none"),
+    ("NVFP4", FLASHINFER, "nvfp4"),
 )
 LINEARS = (
     ("BF16", US, "bf16"),
@@ -68,10 +68,10 @@ LINEARS = (
 
 # The columns of the prompts on AVX-512: label, and the name in the results.
 PROMPTS = (
-    ("12 bits (default)", "12 bits"),
-    ("16 bits (`--deterministic`)", "16 bits"),
+    ("12 bits", "12 bits"),
+    ("16 bits", "16 bits"),
     ("int8", "int8"),
-    ("OpenVINO GenAI", "OpenVINO GenAI 2026.4.1"),
+    ("OpenVINO", "OpenVINO GenAI 2026.4.1"),
     ("llama.cpp", "llama.cpp, llama-cpp-python 0.3.36"),
 )
 
@@ -147,10 +147,13 @@ def prompt_table() -> str:
             cell = low if low == high else f"{low}–{high}"
             found.setdefault((row["model"], row["tokens"]), {})[row["by"]] = cell
     body = [
-        [MODELS[model.split(",")[0]], f"{tokens:,}", *(cells.get(by, "–") for _, by in PROMPTS)]
+        [
+            f"{MODELS[model.split(',')[0]].rsplit(',', 1)[0]}, {tokens:,}",
+            *(cells.get(by, "–") for _, by in PROMPTS),
+        ]
         for (model, tokens), cells in found.items()
     ]
-    return markdown(["model", "tokens", *(label for label, _ in PROMPTS)], body)
+    return markdown(["model, tokens", *(label for label, _ in PROMPTS)], body)
 
 
 def gpu_cells(op: str) -> Iterator[tuple[str, dict[str, str], Row]]:
@@ -196,27 +199,27 @@ def decode_rows() -> dict[tuple[int, ...], dict[tuple[str, str], Row]]:
 
 
 def timed(row: Row | None, by: str, *, rate: float) -> str:
-    """Return the microseconds of a row, and this engine's share of the copy bandwidth `rate`."""
+    """Return the microseconds of a row, and this engine's percentage of the bandwidth `rate`."""
     if row is None:
         return "–"
-    share = f" ({moved_bytes(row) / row['us'] / rate * 100:.0f} %)" if by == US else ""
+    share = f"<br>{moved_bytes(row) / row['us'] / rate * 100:.0f} %" if by == US else ""
     return micros(row["us"]) + share
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> tuple[str, str]:
     batch, context, heads, group, head_dim = shape
-    return f"{batch} × {context:,}, {heads} × {group} heads of {head_dim}"
+    return f"{batch} × {context:,}", f"{heads} × {group} heads of {head_dim}"
 
 
 def decode_table(columns: Sequence[tuple[str, str, str]]) -> str:
-    """Return a table of decode attention: microseconds, and this engine's share of bandwidth."""
+    """Return a table of decode attention: microseconds, and this engine's part of the bandwidth."""
     rate, body = copy_rate(), []
     for shape, rows in decode_rows().items():
         if any(by != US for _, by, _ in columns) and all(by == US for by, _ in rows):
             continue
         cells = [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in columns]
-        body.append([shape_text(shape), *cells])
-    return markdown(["sequences × tokens", *(name for name, *_ in columns)], body)
+        body.append([*shape_text(shape), *cells])
+    return markdown(["sequences × tokens", "heads", *(name for name, *_ in columns)], body, left=2)
 
 
 def linear_table() -> str:
@@ -228,13 +231,15 @@ def linear_table() -> str:
         rows.setdefault(shape, {})[by, words["format"]] = row
     body = []
     for shape in sorted(rows, key=lambda shape: (-shape[0], shape[1:])):
+        if all(by != US for by, _ in rows[shape]):
+            continue
         outputs, inputs, batch = shape
         cells = [f"{outputs:,} × {inputs:,}", f"{batch:,}"]
         for _, by, name in LINEARS:
             cell = rows[shape].get((by, name))
             if cell is not None and batch >= 512:
                 rounds = 2 * outputs * inputs * batch / cell["us"] / 1e6
-                cells.append(f"{micros(cell['us'])} ({rounds:.0f} TFLOP/s)")
+                cells.append(f"{micros(cell['us'])}<br>{rounds:.0f} TFLOP/s")
             else:
                 cells.append(timed(cell, by, rate=rate))
         body.append(cells)
@@ -264,18 +269,18 @@ def model_table() -> str:
         if "model" not in row:
             continue
         preset = row["quality"].split()[0]
-        cache = "16 bit" if row["mode"] == "none" else f"`{row['mode']}`, {preset}"
+        cache = "16 bit" if row["mode"] == "none" else f"`{row['mode']}`<br>{preset}"
         place = found.setdefault((row["model"], row["context"], cache), {})
         place[row["work"], row["batch"]] = row["ours"]
     columns = [(work, batch) for work in ("prefill", "decode") for batch in (1, 32, 128)]
     body = [
-        [f"{model}, at {context:,}", cache]
+        [model.replace(", ", ",<br>"), f"{context:,}", cache]
         + [f"{speeds[column]:,.0f}" if column in speeds else "–" for column in columns]
         for (model, context, cache), speeds in found.items()
     ]
     names = {"prefill": "prompt", "decode": "decode"}
-    head = ["model", "cache", *(f"{names[work]} {batch}" for work, batch in columns)]
-    return markdown(head, body)
+    head = ["model", "context", "cache", *(f"{names[work]}, {batch}" for work, batch in columns)]
+    return markdown(head, body, left=3)
 
 
 def thousandths(value: float) -> str:
@@ -315,10 +320,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "accuracy.md": {
         "offsets": partial(offset_table, {"austen_eval.txt": (512, 2048, 8192)}, with_bits=True),
+        "license": partial(offset_table, {"GPL-3": (512, 2048, 7639)}, with_bits=False),
         "texts": partial(
-            offset_table,
-            {"GPL-3": (512, 2048, 7639), "zh.txt": (512, 2048), "argparse.py": (512, 2048)},
-            with_bits=False,
+            offset_table, {"zh.txt": (512, 2048), "argparse.py": (512, 2048)}, with_bits=False
         ),
     },
     "gpu.md": {
@@ -509,7 +513,7 @@ def draw_gpu() -> None:
     for name, _, _, color in series:
         axes.barh(0, 0, color=color, label=name)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(shapes)), [shape_text(shape) for shape in shapes])
+    axes.set_yticks(range(len(shapes)), [", ".join(shape_text(shape)) for shape in shapes])
     axes.invert_yaxis()
     axes.set_xlim(0, 4)
     axes.set_xlabel("speed relative to lmdeploy-fp4 with a 16-bit cache (1 = equal)")

@@ -25,6 +25,10 @@ _SEED = (
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _MODERN_TAIL
+_QWEN35 = (
+    _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
@@ -90,6 +94,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "dbrx": PreTokenizer((_LLAMA3,)),  # DBRX: Phi-4, OLMo 2
     "smaug-bpe": PreTokenizer((_LLAMA3,)),  # SMAUG: Smaug Llama 3, SmolLM3
     "qwen2": PreTokenizer((_QWEN2,)),  # QWEN2: Qwen 2 and 3
+    "qwen35": PreTokenizer((_QWEN35,)),  # QWEN35: Qwen 3.5
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),  # QWEN2: DeepSeek R1 distilled to Qwen
     "megrez": PreTokenizer((_QWEN2,)),  # QWEN2: Megrez, of architecture llama
     "kormo": PreTokenizer((_QWEN2,)),  # QWEN2: KORMo, of architecture qwen2

@@ -160,5 +160,5 @@ def _help(option: DeclaredOption, cls: type, *, default: str | None) -> str:
         what += f": {option.more.describe_values()}"
     flags = {o.name: o.flags[0] for o in _with_flags(cls, None) if "_" in o.name}
     text = f"{what}. {more}" if more else what
-    text = re.sub(r"\w+", lambda word: flags.get(word[0], word[0]), text)
+    text = re.sub(r"\b\w+\b(?!\.\w)", lambda word: flags.get(word[0], word[0]), text)
     return text.replace("%", "%%")

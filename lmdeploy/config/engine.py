@@ -162,7 +162,7 @@ class TurbomindEngineConfig:
             convert it in software.
         weight_format: formats that F32, F16 and BF16 matrices are quantized to when they are
             loaded: int8, int4, or by part, as in attn=int8,mlp=int4,other=int8 (default: none).
-            Fewer bits are faster, take less memory and are less accurate (docs/serving.md).
+            Fewer bits are faster, take less memory and are less accurate (docs/weights.md).
         kv_quality: preset of the KV cache (default: balanced for four-bit formats, else raw). Each
             ingredient of balanced and best costs some time or memory and makes K and V more
             accurate; best needs kv_calibration.

@@ -53,7 +53,7 @@ class SearchOptions:
     """The options of a search.
 
     Args:
-        budget: most bits per value of a sequence of `at_tokens` tokens, metadata and 16-bit blocks
+        budget: most bits per value of a sequence of `at_tokens` tokens, metadata and the window
             included.
         tokens: most tokens of the text to use.
         context: tokens of one prompt, at most the model's context length.

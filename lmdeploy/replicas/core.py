@@ -105,7 +105,6 @@ class ReplicatedCore(NoPrefixCache):
         self._outputs: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self.num_resumed = 0  # requests that another replica continued
         # Only the loop's thread uses these.
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by request
         self._attempts = itertools.count()
@@ -203,7 +202,6 @@ class ReplicatedCore(NoPrefixCache):
                 if time.monotonic() > deadline or not progress.can_resume:
                     raise
                 logger.warning("A request continues on another replica: %s", _describe(error))
-                self.num_resumed += 1
                 silences += isinstance(error, ReplicaSilent)
             await asyncio.sleep(_PAUSE_SECONDS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from lmdeploy._turbomind import InvalidArgument, RequestOutput
@@ -12,19 +12,7 @@ from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.replicas.output_stream import OutputStream
-from lmdeploy.replicas.transport import (
-    Fields,
-    StreamAddress,
-    Submission,
-    make_request,
-)
-
-
-def serve_replica_id() -> str:
-    """Return the id that Ray Serve has given to this process."""
-    from ray import serve
-
-    return str(serve.get_replica_context().replica_id.unique_id)
+from lmdeploy.replicas.transport import Fields, StreamAddress, Submission, make_request
 
 
 class EngineReplica:
@@ -37,7 +25,7 @@ class EngineReplica:
         *,
         log_level: str,
         release: str = "",
-        find_id: Callable[[], str] = serve_replica_id,
+        replica_id: str | None = None,
     ) -> None:
         """Load the engine.
 
@@ -46,11 +34,15 @@ class EngineReplica:
             config: options of the engine.
             log_level: log level of this process.
             release: hash of the options. `describe` returns it.
-            find_id: returns the id by which the router finds this replica.
+            replica_id: the id by which the router finds this replica (default: Ray Serve's).
         """
         set_log_level(log_level)
         self._release = release
-        self._id = find_id()
+        if replica_id is None:
+            from ray import serve
+
+            replica_id = str(serve.get_replica_context().replica_id.unique_id)
+        self._id = replica_id
         self._streams: dict[str, OutputStream] = {}  # by client
         self._engine = AsyncEngine.load(model_path, config, progress=False)
         self._grammars = self._engine.new_grammars()

@@ -78,11 +78,16 @@ _ENGINE_METRICS: tuple[_Row[EngineStats], ...] = (
         "Blocks in the pools of the window.",
         "window16_blocks_total",
     ),
-    ("kv_cache_window_blocks_active", _GAUGE, "16-bit blocks in use.", "window16_blocks_active"),
+    (
+        "kv_cache_window_blocks_active",
+        _GAUGE,
+        "Blocks of the window in use.",
+        "window16_blocks_active",
+    ),
     (
         "kv_cache_window_blocks_cached",
         _GAUGE,
-        "16-bit blocks kept for prefix reuse.",
+        "Blocks of the window kept for prefix reuse.",
         "window16_blocks_cached",
     ),
     (
@@ -128,7 +133,7 @@ _ENGINE_METRICS: tuple[_Row[EngineStats], ...] = (
         "prefix_cut_tokens",
         _COUNTER,
         "Prompt tokens found in the prefix cache but computed again, because their blocks have no "
-        "16-bit copy or no checkpoint follows them.",
+        "copy in the window or no checkpoint follows them.",
         "prefix_cut_tokens",
     ),
     ("num_preemptions", _COUNTER, "Sequences preempted.", "num_preemptions"),

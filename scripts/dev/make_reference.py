@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,13 @@ LIMITS = (
     ("config.generation", "MAX_LOGPROBS", "{} log probabilities per token"),
     ("serve.routes.encode", "MAX_ENCODED_TOKENS", "{} tokens in a response of `/v1/encode`"),
     ("serve.routes.markdown", "MAX_MARKDOWN_CHARS", "{} characters in `/render_markdown`"),
-    ("serve.rendering.tree", "MAX_MARKDOWN_NODES", "{} elements in a response of it"),
-    ("serve.rendering.child", "MAX_SECONDS", "{} seconds until it has a response"),
-    ("serve.rendering.limits", "MAX_PART_SECONDS", "{} seconds of a CPU for a block of code"),
+    (
+        "serve.rendering.tree",
+        "MAX_MARKDOWN_NODES",
+        "{} elements in a response of `/render_markdown`",
+    ),
+    ("serve.rendering.child", "MAX_SECONDS", "{} seconds until `/render_markdown` has a response"),
+    ("serve.rendering.limits", "MAX_PART_SECONDS", "{} s of CPU time for a block of code"),
     ("serve.rendering.highlighting", "MAX_HIGHLIGHTED_CHARS", "{} characters of code with colors"),
     ("serve.rendering.formulas", "MAX_FORMULA_CHARS", "{} characters in a formula"),
     ("serve.admission", "MAX_HELD_TOKENS", "{} prompt tokens of all requests that a server holds"),
@@ -171,7 +176,8 @@ def _values(option: DeclaredOption) -> str:
     if option.choices:
         texts = [f"`{choice!r}`" for choice in option.choices]
     else:
-        texts = [f"`{k.__name__ if isinstance(k, type) else k}`" for k in option.kinds]
+        kinds = [k.__name__ if isinstance(k, type) else str(k) for k in option.kinds]
+        texts = [f"`{re.sub(r'(typing|os)[.]', '', kind)}`" for kind in kinds]
     if option.kind in (int, float) and not option.choices and option.more.check is None:
         texts[0] += f" ≥ {_number(low)}" if above is None else f" > {_number(above)}"
         texts[0] += f", ≤ {_number(high)}" if high != MAX_INT else ""
@@ -184,6 +190,8 @@ def _number(value: float) -> str:
     exponent = int(abs(value)).bit_length() - 1
     if exponent > 20 and abs(value) == 2**exponent:
         return ("-" if value < 0 else "") + f"2^{exponent}"
+    if value == 2 ** (exponent + 1) - 1 and exponent > 20:
+        return f"2^{exponent + 1} - 1"
     return f"{value:g}"
 
 
@@ -248,37 +256,43 @@ def make_models() -> str:
         ]
         for family in FAMILIES
     ]
-    vision = ", ".join(f"`{name}`" for name in TEXT_ARCHITECTURES)
+    vision = "\n".join(f"* `{name}`" for name in TEXT_ARCHITECTURES)
     return _page(
         "Models",
         "A folder from Hugging Face is recognized by the `architectures` of its config.json, and a "
-        "GGUF file by its `general.architecture`. Others are refused with this list. With no GGUF "
-        "name, GGUF calls the model `llama`, or its files are not supported.",
+        "GGUF file by its `general.architecture`. Others are refused with this list. Where the "
+        "GGUF column is empty, GGUF calls the model `llama`, or its GGUF files are not supported.",
         _table(["models", "Hugging Face", "GGUF", "differs from Llama by"], rows),
-        "Of models that also read pictures, the text part is loaded, and a line in the log says "
-        f"so: {vision}. Pictures in messages are refused.",
+        "Models that also read pictures are loaded without that part, and a line in the log says "
+        "so. Pictures in messages are refused.",
+        vision,
+        "## Tensors and config.json",
         "Names of tensors may lack `model.`, as in embedding models (`Qwen3Model`), or have other "
         "prefixes, such as `language_model.model.` or `transformer.`.",
         "A key of config.json that changes the computation and is not built is refused with its "
-        "value, and so is a tensor that the family does not use. RoPE kinds are "
-        f"{', '.join(ROPE_KINDS)}. With longrope, the engine chooses once per sequence: a prompt "
-        "plus `max_tokens` that fits the original length uses the short factors, and a longer one "
-        "the long factors from its first token on, so that cached keys never change their meaning. "
-        "transformers chooses for each call, by the length so far. A request without `max_tokens` "
-        "may fill the session, so it uses the long factors if `--session-len` exceeds the original "
-        "length. Sequences share cached prefixes only with those of the same choice. A model with "
-        "biases of K uses the long factors for all sequences of such a session, and so does a "
-        "draft model. A GGUF `llama` with an "
+        "value, and so is a tensor that the family does not use. A GGUF `llama` with an "
         "`expert_count` is a Mixtral.",
+        "RoPE kinds are "
+        f"{', '.join(ROPE_KINDS)}. With longrope, the engine chooses once per sequence, so that "
+        "cached keys never change their meaning:",
+        "* A prompt plus `max_tokens` that fits the original length uses the short factors, and a "
+        "longer one the long factors from its first token on. transformers chooses for each call, "
+        "by the length so far.\n"
+        "* A request without `max_tokens` may fill the session, so it uses the long factors if "
+        "`--session-len` exceeds the original length.\n"
+        "* Sequences share cached prefixes only with those of the same choice.\n"
+        "* A model with biases of K uses the long factors for all sequences of such a session, "
+        "and so does a draft model.",
+        "## Tests",
         "Tests compare the logits of a small random model of every family with transformers, in "
         "FP32 (`tests/python/models`). The largest error is at most 3e-5 of the largest logit, in "
         "one step and in chunks, and greedy tokens are equal. InternLM is compared with a Llama "
-        "that has its weights, because transformers does not include it. GGUF files of these "
-        "models, with the names of llama.cpp's converter, give the same logits, and so does "
-        "llama.cpp itself if `llama-cpp-python` is installed (`test_parity_llama_cpp.py`): within "
-        "1.1e-5, or 2.3e-3 in models with GELU, which llama.cpp reads from a 16-bit table. It "
-        "decides by the number of layers whether an EXAONE 4 has windows, so that this family "
-        "could not be compared.",
+        "that has its weights, because transformers does not include it.",
+        "GGUF files of these models, with the names of llama.cpp's converter, give the same "
+        "logits, and so does llama.cpp itself if `llama-cpp-python` is installed "
+        "(`test_parity_llama_cpp.py`): within 1.1e-5, or 2.3e-3 in models with GELU, which "
+        "llama.cpp reads from a 16-bit table. It decides by the number of layers whether an "
+        "EXAONE 4 has windows, so that this family could not be compared.",
     )
 
 

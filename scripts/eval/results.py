@@ -115,11 +115,10 @@ def summary_of(rows: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
-    """Return the table as Markdown, with notes on the measurement."""
+    """Return the tables of accuracy and of cost as Markdown, with notes on the measurement."""
     tasks = list(summary["tasks"])
-    heads = ["policy", "stored as", *tasks, "lost / gained", "KL mean", "KL p99", "top-1"]
-    heads += ["first token", "per token", "KV bytes per token", "peak memory"]
-    rows = [heads, ["---"] * len(heads)]
+    answers = [["policy", "stored as", *tasks, "lost / gained", "KL mean", "KL p99", "top-1"]]
+    costs = [["policy", "first token", "per token", "KV bytes per token", "peak memory"]]
     failures = []
     for label, row in summary["policies"].items():
         known = [task for task in row["tasks"].values() if "lost" in task]
@@ -128,11 +127,15 @@ def markdown(summary: Mapping[str, Any]) -> str:
         figures = [f"{kl['kl_mean']:.6f}", f"{kl['kl_p99']:.5f}", f"{kl['top1']:.4f}"] if kl else []
         window16, peak = row["kv_window16_bytes_per_sequence"], row["peak_memory_bytes"]
         per_token = f"{row['kv_bytes_per_token']:,.3f}".rstrip("0").rstrip(".")
-        rows.append(
+        answers.append(
             [
                 *(f"`{label}`", row["stored"], *(_share(row["tasks"].get(t)) for t in tasks)),
                 *(f"{lost} / {gained}" if known else NONE, *(figures or [NONE] * 3)),
-                *(_time(row["first_token_seconds"]), _time(row["per_token_seconds"])),
+            ]
+        )
+        costs.append(
+            [
+                *(f"`{label}`", _time(row["first_token_seconds"]), _time(row["per_token_seconds"])),
                 per_token + (f" + {window16:,} per sequence" if window16 else ""),
                 NONE if peak is None else f"{peak / 2**20:,.0f} MiB",
             ]
@@ -147,8 +150,13 @@ def markdown(summary: Mapping[str, Any]) -> str:
         f"{summary['num_prompts']} prompts. Times are the server's means per request; peak memory "
         "is the server's, weights included.",
     ]
-    lines = ["| " + " | ".join(cells) + " |" for cells in rows]
-    return "\n".join(["\n".join(lines), "", *notes, *failures, ""])
+    return "\n".join([_table(answers), _table(costs), *notes, *failures, ""])
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def _share(task: Mapping[str, Any] | None) -> str:

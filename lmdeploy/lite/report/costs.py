@@ -27,7 +27,7 @@ _FIRST_BIN = (127 - 20) << 4  # a histogram's bin is the upper float bits: 16 bi
 def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
     """Return the bits per value of one sequence between steps, by its length in tokens.
 
-    They include whole blocks, metadata, scales and 16-bit blocks.
+    They include whole blocks, metadata, scales and the window.
     """
     from lmdeploy import _turbomind
 

@@ -90,7 +90,7 @@ def _introduction(report: Report) -> Iterator[str]:
     yield "  for their numbers. Recall is the share of numbers whose tokens are all the argmax. The"
     yield "  last column is their mean log probability. `none` shows the limit of the model."
     yield "* Bits per value include everything that a sequence needs between steps: codes, scales,"
-    yield "  metadata and 16-bit blocks. Copies in the prefix cache do not count."
+    yield "  metadata and the window. Copies in the prefix cache do not count."
     yield "* All numbers are computed as a server computes them, without `exact`."
 
 

@@ -165,7 +165,7 @@ function blockMap(kinds, label) {
 function showPrefix(figure, { queried_tokens: queried, hit_tokens: hits, cut_tokens: cut }) {
   const share = hits / Math.max(queried, 1);
   setBar(figure.querySelector(".bar"), share, { max: 1, text: `${(share * 100).toFixed(0)} %` });
-  const lost = cut ? ` ${whole(cut)} found tokens had lost their 16-bit copy.` : "";
+  const lost = cut ? ` ${whole(cut)} found tokens had lost their copy in the window.` : "";
   const text = `${whole(hits)} of ${whole(queried)} prompt tokens came from the cache.${lost}`;
   figure.querySelector(".note").textContent = text;
 }

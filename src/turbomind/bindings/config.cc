@@ -111,14 +111,7 @@ void DefConfigs(py::module_& m) {
   DefFields(model);
 
   py::class_<EngineConfig> config(m, "EngineConfig");
-  DefMembers<EngineConfig, 4>(
-      config,
-      MemberList<&EngineConfig::max_batch_size, &EngineConfig::session_len,
-                 &EngineConfig::max_prefill_token_num, &EngineConfig::cache_block_seq_len,
-                 &EngineConfig::cache_max_entry_count, &EngineConfig::enable_prefix_caching,
-                 &EngineConfig::state_checkpoint_share, &EngineConfig::state_checkpoint_interval,
-                 &EngineConfig::num_draft_tokens, &EngineConfig::prefix_events,
-                 &EngineConfig::check_integrity, &EngineConfig::collect_kv_statistics>());
+  DefMembers<EngineConfig, 4>(config, EngineConfig::Members());
   config.def(py::init<>())
       .def(
           "set_draft_model",

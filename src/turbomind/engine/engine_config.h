@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "turbomind/core/members.h"
 #include "turbomind/kv/kv_format.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
@@ -66,6 +67,15 @@ struct EngineConfig {
   // Receives the changes of the prefix cache, unless it is null.
   std::shared_ptr<PrefixEvents> prefix_events = nullptr;
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
+
+  // Those that Python sees under their names. The bindings define the other four.
+  using Members =
+      MemberList<&EngineConfig::max_batch_size, &EngineConfig::session_len,
+                 &EngineConfig::max_prefill_token_num, &EngineConfig::cache_block_seq_len,
+                 &EngineConfig::cache_max_entry_count, &EngineConfig::enable_prefix_caching,
+                 &EngineConfig::state_checkpoint_share, &EngineConfig::state_checkpoint_interval,
+                 &EngineConfig::num_draft_tokens, &EngineConfig::prefix_events,
+                 &EngineConfig::check_integrity, &EngineConfig::collect_kv_statistics>;
 };
 
 // Returns the config without the weights of the draft model, which only the engine's state holds.

@@ -16,6 +16,7 @@
 namespace turbomind {
 
 class RopeTable;
+struct StateBatch;
 
 // The flat arrays of one step. Sequences with one new token (decode) come first.
 struct BatchView {
@@ -52,6 +53,7 @@ struct StepParams {
   const StepGroup* groups = nullptr;  // [num_groups]
   int num_groups = 0;
   int q_heads = 0;
+  const StateBatch* states = nullptr;  // null without recurrent layers
   bool op_by_op = false;  // run the ops themselves, even if the device has recorded the step
 };
 

@@ -28,6 +28,7 @@ struct StateCopy {
 };
 
 // The states of a step. All layers share it. The arrays are on the host, as those of BatchView.
+// StepParams has them, too.
 struct StateBatch {
   const int32_t* slots = nullptr;    // [num_seqs] slot in the pool of working states
   const StateSave* saves = nullptr;  // [num_saves], ascending by sequence, then by num_tokens

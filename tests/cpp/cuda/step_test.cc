@@ -58,6 +58,30 @@ std::vector<T> Read(const T* gpu, int64_t size, Stream stream) {
   return host;
 }
 
+TEST_CASE("slots and saves of states are copied to the GPU") {
+  TestStream s;
+  StepArrays arrays(s.stream);
+  Step step;
+  StepParams params = step.Params();
+  const std::vector<int32_t> slots = {4, 2};
+  const std::vector<StateSave> saves = {{1, 2, 7}, {1, 3, 5}};
+  const StateBatch states = {slots.data(), saves.data(), 2};
+  params.states = &states;
+  arrays.Upload(params);
+  CHECK(arrays.shape().has_states);
+  const StateBatch on_gpu = arrays.OnGpu(states);
+  CHECK(Read(on_gpu.slots, 2, s.stream) == slots);
+  REQUIRE(on_gpu.num_saves == 2);
+  const std::vector<StateSave> found = Read(on_gpu.saves, 2, s.stream);
+  CHECK(found[1].sequence == 1);
+  CHECK(found[1].num_tokens == 3);
+  CHECK(found[1].checkpoint == 5);
+  params.states = nullptr;
+  arrays.Upload(params);
+  CHECK(!arrays.shape().has_states);
+  CHECK_THROWS_AS(arrays.OnGpu(states), InternalError);
+}
+
 TEST_CASE("a step's arrays are copied to the GPU with tables padded by -1") {
   TestStream s;
   StepArrays arrays(s.stream);

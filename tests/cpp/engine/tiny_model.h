@@ -238,7 +238,7 @@ class TinyBuilder {
     AddVector(prefix + "decay", shape.num_value_heads, 0.01f, 0.5f);
     AddVector(prefix + "dt_bias", shape.num_value_heads, -1.f, 1.f);
     AddVector(prefix + "norm", shape.value_dim, 0.5f, 1.5f);
-    AddMatrix(prefix + "o", hidden, shape.ValueSize(), 0.3f);
+    AddMatrix(prefix + "o", hidden, shape.ValueSize(), 0.02f);  // so small that answers repeat
   }
 
   void AddAttention(const std::string& prefix) {

@@ -267,14 +267,17 @@ TEST_CASE_FIXTURE(DeviceSuite,
 TEST_CASE_FIXTURE(DeviceSuite, "soft caps and scaled additions") {
   constexpr int64_t kCount = 30007;
   const std::vector<float> x = Normal(kCount, 17, 40.f);
+  std::vector<float> logits = x;
+  logits[3] = kNan;
+  logits[kCount - 1] = kNan;
   for (const float cap : {0.f, 30.f}) {
     std::vector<Exact> want;
-    for (const float value : x) {
+    for (const float value : logits) {
       const double scaled = 0.5 * value;
       want.push_back({cap > 0 ? cap * std::tanh(scaled / cap) : scaled, kCapError});
     }
     const auto got = OnAll([&](Device& device) {
-      const DeviceArray<float> values(device, x);
+      const DeviceArray<float> values(device, logits);
       device.SoftCap({values.data(), kCount, 0.5f, cap});
       return values.Read();
     });

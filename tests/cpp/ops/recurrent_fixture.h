@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -53,6 +53,7 @@ struct RecurrentStep {
         positions.push_back(before + i);
       }
     }
+    tables.resize(slots.size());
   }
 
   BatchView batch() const {
@@ -61,13 +62,30 @@ struct RecurrentStep {
             .num_tokens = cu_seqlens.back(),
             .cu_seqlens = cu_seqlens.data(),
             .context_lens = context_lens.data(),
-            .positions = positions.data()};
+            .positions = positions.data(),
+            .block_tables = tables.data(),
+            .block_table_stride = 1};
   }
   StateBatch states() const {
     return {slots.data(), saves.empty() ? nullptr : saves.data(), static_cast<int>(saves.size())};
   }
 
+  // Runs the ops of the step.
+  template <class F>
+  void Run(Device& device, const F& ops) const {
+    const std::vector<int32_t> tokens(positions.size());
+    const StepGroup group = {.batch = batch(), .kv_heads = 1};
+    const StateBatch of_step = states();
+    device.RunStep({.tokens = tokens.data(),
+                    .groups = &group,
+                    .num_groups = 1,
+                    .q_heads = 1,
+                    .states = &of_step},
+                   ops);
+  }
+
   int num_decode = 0;
+  std::vector<int32_t> tables;
   std::vector<int32_t> slots, cu_seqlens = {0}, context_lens, positions;
   std::vector<StateSave> saves;
 };
@@ -124,7 +142,7 @@ inline bool Same(const RecurrentResult& a, const RecurrentResult& b) {
 }
 
 // The rows of values that an op reads for each token of each sequence. An op has row_size(),
-// out_size() and state_size(), Run, which computes rows of a step, and InDouble.
+// out_size() and state_size(), Arrays on a device, which Launch reads and writes, and InDouble.
 template <class Op>
 struct Sequences {
   Sequences(const Op& o, const std::vector<int>& lengths, uint32_t seed) : op(o) {
@@ -156,8 +174,17 @@ struct Sequences {
     const StatePair pools = {working.view(), kept.view()};
     RecurrentResult result = {std::vector<Floats>(rows.size()), {}, {}};
     std::vector<int> lengths(rows.size());
+    std::unique_ptr<Arrays> arrays;
     for (const Parts& parts : steps) {
-      RunStep(device, parts, pools, slots, lengths, result.out);
+      const RecurrentStep step(parts, lengths, slots);
+      const Floats in = RowsOf(parts, lengths);
+      // Steps of the same shape use the same memory, so that a device can replay them.
+      if (arrays == nullptr || arrays->num_tokens != step.batch().num_tokens) {
+        arrays = std::make_unique<Arrays>(op, device, step.batch().num_tokens);
+      }
+      arrays->Write(in);
+      step.Run(device, [&] { op.Launch(device, *arrays, pools, step); });
+      Append(arrays->out.Read(), parts, lengths, result.out);
     }
     result.states = working.Read(slots);
     result.checkpoints = kept.Read(checkpoints);
@@ -176,24 +203,29 @@ struct Sequences {
   std::vector<Floats> rows;
 
  private:
-  void RunStep(Device& device, const Parts& parts, const StatePair& pools,
-               const std::vector<int>& slots, std::vector<int>& lengths,
-               std::vector<Floats>& out) const {
-    const RecurrentStep step(parts, lengths, slots);
+  using Arrays = typename Op::Arrays;
+
+  // Returns the next rows of each part.
+  Floats RowsOf(const Parts& parts, const std::vector<int>& lengths) const {
     Floats in;
     for (const Part& part : parts) {
       const auto seq = static_cast<size_t>(part.seq);
       const auto first = rows[seq].begin() + lengths[seq] * op.row_size();
       in.insert(in.end(), first, first + part.num_tokens * op.row_size());
-      lengths[seq] += part.num_tokens;
     }
-    const Floats got = op.Run(device, in, pools, step);
+    return in;
+  }
+
+  // Appends the outputs of a step to those of its sequences.
+  void Append(const Floats& got, const Parts& parts, std::vector<int>& lengths,
+              std::vector<Floats>& out) const {
     auto from = got.begin();
     for (const Part& part : parts) {
       const auto size = part.num_tokens * op.out_size();
       Floats& own = out[static_cast<size_t>(part.seq)];
       own.insert(own.end(), from, from + size);
       from += size;
+      lengths[static_cast<size_t>(part.seq)] += part.num_tokens;
     }
   }
 };
@@ -234,36 +266,51 @@ struct DeltaOp {
   }
   Floats DtBias() const { return Pattern(value_heads, 2); }
 
+  // Every fifth token has keys and queries so short that the eps of the norms matters.
   Floats RandomRows(int num_tokens, uint32_t seed) const {
     Floats rows = RandomVector(num_tokens * row_size(), seed);
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      for (int64_t i = qkv_size(); i < row_size(); ++i) {
-        rows[static_cast<size_t>(t * row_size() + i)] *= 4;
-      }
+    for (int64_t i = 0; i < std::ssize(rows); ++i) {
+      const int64_t in_row = i % row_size();
+      const bool is_short = in_row < 2 * keys() && i / row_size() % 5 == 4;
+      rows[static_cast<size_t>(i)] *= is_short ? 0x1p-10f : in_row < qkv_size() ? 1.f : 4.f;
     }
     return rows;
   }
 
-  Floats Run(Device& device, const Floats& in, const StatePair& pools,
-             const RecurrentStep& step) const {
-    const DeviceArray<float> qkv(device, Columns(in, row_size(), 0, qkv_size(), kPad));
-    const int64_t gates_size = int64_t{2} * value_heads;
-    const DeviceArray<float> gates(device, Columns(in, row_size(), qkv_size(), gates_size, kPad));
-    const DeviceArray<float> decay(device, Decay());
-    const DeviceArray<float> bias(device, DtBias());
-    const auto num_tokens = static_cast<size_t>(step.batch().num_tokens);
-    const DeviceArray<float> out(device,
-                                 Floats(num_tokens * static_cast<size_t>(out_size()), kNan));
-    invokeGatedDelta(device, {.q = qkv.data(),
-                              .k = qkv.data() + keys(),
-                              .v = qkv.data() + 2 * keys(),
+  struct Arrays {
+    Arrays(const DeltaOp& o, Device& device, int tokens)
+        : op(o),
+          num_tokens(tokens),
+          qkv(device, Floats(Size(o.qkv_size() + kPad))),
+          gates(device, Floats(Size(2 * o.value_heads + kPad))),
+          decay(device, o.Decay()),
+          dt_bias(device, o.DtBias()),
+          out(device, Floats(Size(o.out_size()))) {}
+
+    size_t Size(int64_t row) const { return static_cast<size_t>(num_tokens * row); }
+    void Write(const Floats& rows) const {
+      qkv.Write(Columns(rows, op.row_size(), 0, op.qkv_size(), kPad));
+      gates.Write(Columns(rows, op.row_size(), op.qkv_size(), 2 * op.value_heads, kPad));
+      out.Write(Floats(Size(op.out_size()), kNan));
+    }
+
+    const DeltaOp& op;
+    int num_tokens;
+    DeviceArray<float> qkv, gates, decay, dt_bias, out;
+  };
+
+  void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
+              const RecurrentStep& step) const {
+    invokeGatedDelta(device, {.q = arrays.qkv.data(),
+                              .k = arrays.qkv.data() + keys(),
+                              .v = arrays.qkv.data() + 2 * keys(),
                               .qkv_stride = qkv_size() + kPad,
-                              .b = gates.data(),
-                              .a = gates.data() + value_heads,
-                              .gate_stride = gates_size + kPad,
-                              .decay = decay.data(),
-                              .dt_bias = bias.data(),
-                              .out = out.data(),
+                              .b = arrays.gates.data(),
+                              .a = arrays.gates.data() + value_heads,
+                              .gate_stride = 2 * value_heads + kPad,
+                              .decay = arrays.decay.data(),
+                              .dt_bias = arrays.dt_bias.data(),
+                              .out = arrays.out.data(),
                               .key_heads = key_heads,
                               .value_heads = value_heads,
                               .key_dim = key_dim,
@@ -271,7 +318,6 @@ struct DeltaOp {
                               .state = pools,
                               .states = step.states(),
                               .batch = step.batch()});
-    return out.Read();
   }
 
   static std::vector<double> Normalized(const float* x, int size, double divisor) {
@@ -355,24 +401,39 @@ struct ConvolutionOp {
     return RandomVector(num_tokens * row_size(), seed);
   }
 
-  Floats Run(Device& device, const Floats& in, const StatePair& pools,
-             const RecurrentStep& step) const {
-    const DeviceArray<float> x(device, Columns(in, channels, 0, channels, kPad));
-    const DeviceArray<float> weight(device, Weight());
-    const DeviceArray<float> bias(device, Bias());
-    const DeviceArray<float> out(device, Floats(in.size(), kNan));
-    invokeShortConvolution(device, {.x = x.data(),
+  struct Arrays {
+    Arrays(const ConvolutionOp& o, Device& device, int tokens)
+        : op(o),
+          num_tokens(tokens),
+          x(device, Floats(Size(o.channels + kPad))),
+          weight(device, o.Weight()),
+          bias(device, o.Bias()),
+          out(device, Floats(Size(o.channels))) {}
+
+    size_t Size(int64_t row) const { return static_cast<size_t>(num_tokens * row); }
+    void Write(const Floats& rows) const {
+      x.Write(Columns(rows, op.channels, 0, op.channels, kPad));
+      out.Write(Floats(Size(op.channels), kNan));
+    }
+
+    const ConvolutionOp& op;
+    int num_tokens;
+    DeviceArray<float> x, weight, bias, out;
+  };
+
+  void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
+              const RecurrentStep& step) const {
+    invokeShortConvolution(device, {.x = arrays.x.data(),
                                     .x_stride = channels + kPad,
-                                    .weight = weight.data(),
-                                    .bias = bias.data(),
-                                    .out = out.data(),
+                                    .weight = arrays.weight.data(),
+                                    .bias = arrays.bias.data(),
+                                    .out = arrays.out.data(),
                                     .channels = channels,
                                     .kernel = kernel,
                                     .silu = silu,
                                     .state = pools,
                                     .states = step.states(),
                                     .batch = step.batch()});
-    return out.Read();
   }
 
   std::vector<Exact> InDouble(const Floats& rows) const {

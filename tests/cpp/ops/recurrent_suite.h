@@ -93,6 +93,24 @@ TEST_CASE_FIXTURE(DeviceSuite, "every cut of a prompt into steps gives the same 
   });
 }
 
+TEST_CASE_FIXTURE(DeviceSuite, "decode steps of one shape read their own slots and lengths") {
+  ForOps([&](const auto& op) {
+    const Sequences sequences(op, {9, 9, 9}, 6);
+    std::vector<Parts> steps = {{{0}, {1}, {2, 2}}, {{2}, {0}}, {{1}}};
+    for (int i = 0; i < 4; ++i) {
+      steps.push_back({{i % 3}, {(i + 1) % 3}, {(i + 2) % 3}});
+    }
+    steps.push_back({{2, 1, {{1, 1}}}, {1, 1, {{1, 0}}}, {0}});
+    const auto got = OnAll([&](Device& device) { return sequences.Run(device, steps); });
+    const auto alone = OnAll([&](Device& device) {
+      return sequences.Run(device, {{{0, 7}}, {{1, 7}}, {{2, 8}}});
+    });
+    CHECK(Same(got.out, alone.out));
+    CHECK(Same(got.states, alone.states));
+    CHECK(Same(got.checkpoints, {alone.states[1], alone.states[2]}));
+  });
+}
+
 TEST_CASE_FIXTURE(DeviceSuite, "a saved state is that of a run which ends there") {
   constexpr int kLength = 40;
   ForOps([&](const auto& op) {

@@ -47,6 +47,10 @@ _DEEPSEEK3 = [
 ]
 _LLAMA3 = [_ANY + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL]
 _QWEN2 = [_ANY + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL]
+_QWEN35 = [
+    _ANY + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+]
 _SEED = [
     _ANY + "|[^\r\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\r\n]+|\\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -75,6 +79,7 @@ FAMILY_SPLITS: dict[str, list[str]] = {
     "viking": [*_BLOOM, _DIGITS],
     "llama-bpe": _LLAMA3,
     "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
     "smollm": [_DIGITS, _BYTES],
     "gpt-2": [_BYTES],
 }
@@ -179,6 +184,9 @@ def test_names_of_listed_families_are_known() -> None:
         "qwen3": "qwen2",
         "qwen2moe": "qwen2",
         "qwen3moe": "qwen2",
+        "qwen3next": "qwen2",
+        "qwen35": "qwen35",
+        "qwen35moe": "qwen35",
         "gpt-oss": "gpt-4o",
         "smollm3": "smaug-bpe",
         "granite": "refact",

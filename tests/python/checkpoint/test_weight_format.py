@@ -86,7 +86,7 @@ def test_parts_are_chosen_one_by_one(llama: Path) -> None:
 
 @pytest.mark.parametrize("text", ["int8", "int4", "attn=int8,mlp=int4"])
 @pytest.mark.parametrize("tiny", [LLAMA, GPT_OSS, QWEN3_MOE], ids=lambda tiny: tiny.name)
-def test_exact_logits_equal_transformers_with_the_rounded_weights(
+def test_exact_logits_equal_those_of_the_rounded_weights(
     tmp_path: Path, tiny: Any, text: str
 ) -> None:
     model = make_model(tiny)

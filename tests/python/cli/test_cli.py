@@ -173,6 +173,7 @@ def test_api_server_help_shows_defaults(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert text.count(f"(balanced, best: {DEFAULT_WINDOW16_TOKENS})") == 2
     assert text.count("CORS: ") == 4 and "also shows tracebacks" in text
+    assert "generation_config.json" in text  # a file, not the flag of that name
 
 
 def test_speculative_config_of_vllm_sets_both_flags():

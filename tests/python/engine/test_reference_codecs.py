@@ -149,7 +149,7 @@ def all_codes(mode: str, metadata: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ("mode", "scales"), [("nvfp4", range(256)), ("mxfp4", range(253))], ids=["nvfp4", "mxfp4"]
 )
 @pytest.mark.parametrize("global_scale", [1.0, 0.0371])
-def test_decode_rows_every_fp4_code_and_scale_byte_equals_reference(
+def test_decode_rows_every_fp4_code_and_scale_byte(
     mode: str, scales: range, global_scale: float
 ) -> None:
     factor = global_scale if mode == "nvfp4" else 1.0
@@ -171,7 +171,7 @@ def dequantize_linear(x: np.ndarray, scale: np.ndarray, *, block_size: int) -> n
     return (x.astype(np.float32) * spread.astype(np.float32)).astype(np.float32)
 
 
-def test_decode_rows_equals_two_dequantize_linear_of_model_optimizer() -> None:
+def test_decode_rows_equals_two_dequantize_linears() -> None:
     """Model-Optimizer exports NVFP4 as FP8 scales by an FP32 scale, then FP4 by both."""
     amax = 37.5
     global_scale = np.float32(amax / (6 * 448))  # its weights_scaling_factor_2

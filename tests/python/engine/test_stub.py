@@ -9,14 +9,16 @@ import pytest
 
 import lmdeploy
 from lmdeploy import _turbomind
+from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.config.option import options_of
 
 STUB = (Path(lmdeploy.__file__).parent / "_turbomind.pyi").read_text()
-# Fields that the stub need not list: `copy_to_core` sets those of a request by name, and
-# `EngineStats.__getattr__` declares the counters.
+# Fields that the stub need not list: `copy_to_core` sets those of a request and of the engine by
+# name, and `EngineStats.__getattr__` declares the counters.
 UNLISTED = {
     "Request": {name for name, o in options_of(GenerationConfig).items() if o.more.to_core},
+    "EngineConfig": {n for n, o in options_of(TurbomindEngineConfig).items() if o.more.to_core},
     "EngineStats": {n for n, v in _turbomind.EngineStats().to_dict().items() if type(v) is int},
 }
 

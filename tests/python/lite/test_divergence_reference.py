@@ -145,4 +145,4 @@ def test_documented_accuracy_equals_results() -> None:
     for mode, row in rows.items():
         cells = f"{row['ppl']:.2f} | {row['kl_mean']:.5f} | {row['kl_p99']:.4f}"
         assert f"| `{mode}` | {cells} | {row['top1']:.1%} |".replace("%", " %") in text
-        assert f"{row['tokens']} predicted tokens" in text
+        assert f"{row['tokens']:,} predicted tokens" in text

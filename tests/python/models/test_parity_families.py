@@ -109,10 +109,6 @@ _MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms without weights": ("llama4", {"use_qk_norm": False}),
     "LayerNorm": ("cohere", {"layer_norm_eps": 1e-2}),
     "windows": ("cohere2", {"sliding_window": 25}),
-    "recurrent layers": (
-        "qwen3-5",
-        {"layer_types": ["full_attention", *["linear_attention"] * 3]},
-    ),
 }
 
 

@@ -177,6 +177,11 @@ def test_every_port_is_on_loopback_or_asks_for_a_fresh_token(server):
     assert len(tokens) == 1 and len(tokens & {"0" * 64}) == 0
 
 
+def test_engines_run_at_the_priority_of_the_command(server):
+    own = psutil.Process(server.process.pid).nice()
+    assert {psutil.Process(pid).nice() for pid in server.replicas()} == {own}
+
+
 def test_turns_of_a_conversation_meet_the_replica_that_has_its_beginning(server):
     prompts = {i: f"conversation {i} " * 20 for i in range(8)}
     cached = []

@@ -88,6 +88,11 @@ class EngineRun:
             max(output.cached_tokens for output in outputs),
         )
 
+    def drafts(self) -> tuple[int, int]:
+        """Return the numbers of tokens that were drafted and accepted so far."""
+        stats = self._engine.stats()
+        return stats.draft_tokens, stats.accepted_tokens
+
     def pooled(self, ids: list[int], pooling: str) -> np.ndarray:
         """Return the pooled hidden state of the prompt, [hidden]."""
         result: np.ndarray = self._run(ids, 0, "none", pooling=pooling)[-1].pooled

@@ -52,9 +52,9 @@ void CpuGatedDelta(const CpuRecurrentKernels& kernels, ThreadPool& pool,
   constexpr int64_t kItemsWanted = 4;  // for every thread
   const BatchView& batch = params.batch;
   const int64_t heads = params.value_heads;
-  const int64_t groups = CeilDiv(params.value_dim, kDeltaColumns);
+  const int64_t groups = CeilDiv(params.value_dim, kMinColumnRun);
   const int64_t wanted = CeilDiv(kItemsWanted * pool.num_threads(), batch.num_seqs * heads);
-  const int64_t columns = CeilDiv(groups, std::min(groups, wanted)) * kDeltaColumns;
+  const int64_t columns = CeilDiv(groups, std::min(groups, wanted)) * kMinColumnRun;
   const int64_t runs = CeilDiv(params.value_dim, columns);
   const int64_t num_values = batch.num_tokens * heads * params.key_dim * params.value_dim;
   ForItems(pool, batch.num_seqs * heads * runs, num_values, [&](int64_t item) {

@@ -29,14 +29,13 @@ struct ChannelRun {
 };
 inline constexpr int kMaxChannelRun = 256;  // whose weights and inputs lie in L1
 
-// Columns [begin, end) of the state of a value head. REQUIRES: `begin` is a multiple of
-// kDeltaColumns, and so is `end` unless it is value_dim.
+// Columns [begin, end) of the state of a value head. REQUIRES: both are multiples of 16.
 struct ColumnRun {
   int head = 0;
   int begin = 0;
   int end = 0;
 };
-inline constexpr int kDeltaColumns = 32;
+inline constexpr int kMinColumnRun = 64;  // unless a head has fewer
 
 struct CpuRecurrentKernels {
   void (*short_convolution)(const ShortConvolutionParams& params, const SequenceStep& step,

@@ -11,6 +11,7 @@
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
+#include "turbomind/backend/cuda/recurrent/recurrent_ops.h"
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
@@ -23,11 +24,6 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr int kMinSm = 80;  // cp.async, mma.m16n8k16 of BF16
-
-[[noreturn]] void RefuseRecurrentLayers() {
-  throw InvalidArgument(
-      "A CUDA device has no kernels for recurrent layers yet. Select the device cpu.");
-}
 
 GpuProperties Resolve(int gpu) {
   std::string why;
@@ -231,10 +227,14 @@ class CudaDevice final : public Device {
     }
     CudaDecodeAttention(context_, planner_, WithBatch(params));
   }
-  void ShortConvolution(const ShortConvolutionParams&) override { RefuseRecurrentLayers(); }
-  void GatedDelta(const GatedDeltaParams&) override { RefuseRecurrentLayers(); }
-  void GatedNorm(const GatedNormParams&) override { RefuseRecurrentLayers(); }
-  void SigmoidGate(const SigmoidGateParams&) override { RefuseRecurrentLayers(); }
+  void ShortConvolution(const ShortConvolutionParams& params) override {
+    CudaShortConvolution(context_, WithStates(params));
+  }
+  void GatedDelta(const GatedDeltaParams& params) override {
+    CudaGatedDelta(context_, WithStates(params));
+  }
+  void GatedNorm(const GatedNormParams& params) override { CudaGatedNorm(context_, params); }
+  void SigmoidGate(const SigmoidGateParams& params) override { CudaSigmoidGate(context_, params); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override {
     CudaArgMaxRows(context_, params);
     return true;
@@ -246,6 +246,12 @@ class CudaDevice final : public Device {
   Params WithBatch(const Params& params) const {
     Params p = params;
     p.batch = arrays_.OnGpu(params.batch);
+    return p;
+  }
+  template <class Params>
+  Params WithStates(const Params& params) const {
+    Params p = WithBatch(params);
+    p.states = arrays_.OnGpu(params.states);
     return p;
   }
 
@@ -289,7 +295,8 @@ bool CudaDevice::SampleRows(const SampleRowsParams& params) {
 void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
   UseGpu(gpu_);
   arrays_.Upload(step);
-  bool decodes_only = !step.op_by_op && !context_.deterministic;
+  const bool saves_states = step.states != nullptr && step.states->num_saves > 0;
+  bool decodes_only = !step.op_by_op && !context_.deterministic && !saves_states;
   for (int i = 0; i < step.num_groups; ++i) {
     const BatchView& batch = step.groups[i].batch;
     decodes_only = decodes_only && batch.num_decode == batch.num_seqs;

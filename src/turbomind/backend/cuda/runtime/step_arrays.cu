@@ -42,6 +42,11 @@ void StepArrays::Measure(const StepParams& step) {
   shape_.has_window16.clear();
   size_t num_bytes =
       3 * BytesOf<int32_t>(first.num_tokens) + 2 * BytesOf<int32_t>(int64_t{first.num_seqs} + 1);
+  shape_.has_states = step.states != nullptr;
+  if (step.states != nullptr) {
+    num_bytes +=
+        BytesOf<int32_t>(first.num_seqs) + BytesOf<StateSave>(int64_t{step.states->num_saves});
+  }
   for (int i = 0; i < step.num_groups; ++i) {
     const BatchView& batch = step.groups[i].batch;
     const int64_t stride = TableStride(batch);
@@ -101,6 +106,13 @@ void StepArrays::Upload(const StepParams& step) {
   if (first.rope_sets != nullptr) {
     rope_sets_ = {first.rope_sets, Place(first.rope_sets, first.num_tokens)};
   }
+  host_slots_ = nullptr;
+  states_ = {};
+  if (step.states != nullptr) {
+    host_slots_ = step.states->slots;
+    states_ = {Place(step.states->slots, first.num_seqs),
+               Place(step.states->saves, step.states->num_saves), step.states->num_saves};
+  }
   const int32_t* cu_seqlens = Place(first.cu_seqlens, int64_t{first.num_seqs} + 1);
   const int32_t* context_lens = Place(first.context_lens, first.num_seqs);
   host_.clear();
@@ -141,6 +153,12 @@ const int32_t* StepArrays::OnGpu(const int32_t* host) const {
     }
   }
   FailCheck("the array must belong to the uploaded step", std::source_location::current());
+}
+
+StateBatch StepArrays::OnGpu(const StateBatch& host) const {
+  Check(host_slots_ != nullptr && host.slots == host_slots_ && host.num_saves == states_.num_saves,
+        "the states must belong to the uploaded step");
+  return states_;
 }
 
 std::span<const PendingQuantization> StepArrays::OnGpu(const PendingQuantization* host) const {

@@ -10,6 +10,7 @@
 
 #include "turbomind/backend/cuda/runtime/pinned_buffer.h"
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind::cuda {
 
@@ -21,6 +22,7 @@ struct StepShape {
   std::vector<int64_t> table_strides = {};  // by group, powers of two
   std::vector<int> num_to_quantize = {};    // by group, 0 or powers of two
   std::vector<bool> has_window16 = {};      // by group
+  bool has_states = false;
 
   bool operator==(const StepShape&) const = default;
 };
@@ -43,6 +45,8 @@ class StepArrays {
   const BatchView& OnGpu(const BatchView& host) const;
   // Return the GPU address of the tokens, positions or rope_sets of the last Upload.
   const int32_t* OnGpu(const int32_t* host) const;
+  // Return the states of the last Upload with GPU addresses.
+  StateBatch OnGpu(const StateBatch& host) const;
   // Return all blocks to quantize of a group, including the padding.
   std::span<const PendingQuantization> OnGpu(const PendingQuantization* host) const;
 
@@ -66,6 +70,8 @@ class StepArrays {
   Pair tokens_;
   Pair positions_;
   Pair rope_sets_;  // null if the step has none
+  const int32_t* host_slots_ = nullptr;
+  StateBatch states_;
 };
 
 }  // namespace turbomind::cuda

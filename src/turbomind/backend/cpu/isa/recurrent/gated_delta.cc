@@ -7,7 +7,7 @@
 // a register. The norms of q and k multiply the products and delta instead of q and k.
 //
 // One new token: the state is read from the pool in order and once more, from L2, when it is
-// updated. Several: kDeltaColumns columns stay in L1, and the update of a token is fused with the
+// updated. Several: a group of columns stays in L1, and the update of a token is fused with the
 // products of the next one.
 
 #include "turbomind/backend/cpu/isa/recurrent/recurrent.h"
@@ -19,6 +19,13 @@ namespace {
 
 constexpr float kNormEps = 1e-6f;
 constexpr int kRows = 16;  // of a state of 256 columns that L1 holds
+// Vectors of columns that are computed at once, at most 4. Their products and deltas stay in
+// registers.
+#if defined(TM_ISA_avx512)
+constexpr int kGroup = 4;
+#else
+constexpr int kGroup = 2;
+#endif
 
 // The factors of 16 tokens of a head.
 struct Factors {
@@ -158,8 +165,12 @@ TM_HD Update<N> Finish(const Factors& factors, int lane, const Products<N>& prod
 template <class F>
 TM_HD void ForGroups(int columns, F fn) {
   int column = 0;
-  for (; column + kDeltaColumns <= columns; column += kDeltaColumns) {
-    fn(Index<kDeltaColumns / kLanes>(), column);
+  for (; column + kGroup * kLanes <= columns; column += kGroup * kLanes) {
+    fn(Index<kGroup>(), column);
+  }
+  if (kGroup > 2 && column + 2 * kLanes <= columns) {
+    fn(Index<2>(), column);
+    column += 2 * kLanes;
   }
   if (column < columns) {
     fn(Index<1>(), column);

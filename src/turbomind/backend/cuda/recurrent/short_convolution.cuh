@@ -1,0 +1,108 @@
+#pragma once
+
+// ⑥⑦ The short convolution, gated norms and sigmoid gates on the GPU. All are bound by the bytes of
+// the activations.
+
+#include <cmath>
+#include <cstdint>
+
+#include "turbomind/backend/cuda/dense/elementwise.cuh"
+#include "turbomind/backend/cuda/recurrent/sequence_step.cuh"
+#include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+
+namespace turbomind::cuda {
+
+inline constexpr int kConvolutionWarps = 8;
+static_assert(kMaxConvolutionKernel - 1 <= kConvolutionWarps);
+
+// Grid: sequences × ⌈channels / 32⌉. A lane owns a channel, and the warps take turns with tokens.
+// Warp w also writes row w of the state, after every warp has read the old one.
+__global__ void __launch_bounds__(32 * kConvolutionWarps)
+    ShortConvolutionKernel(ShortConvolutionParams p) {
+  const int warp = ThreadIndexX() / 32;
+  const int runs = (p.channels + 31) / 32;
+  const int channel = BlockIndexX() % runs * 32 + (ThreadIndexX() & 31);
+  const bool has_channel = channel < p.channels;
+  const int seq = BlockIndexX() / runs;
+  SequenceStep step(p.batch, p.states, seq);
+  const int history = p.kernel - 1;
+  float* state = p.state.working.At(step.slot);
+  // Return the input of a token, counted from the first new one.
+  const auto input = [&](int t) {
+    if (!has_channel || (t < 0 && step.is_first)) {
+      return 0.f;
+    }
+    return LoadGlobal(t < 0 ? state + int64_t{history + t} * p.channels + channel
+                            : p.x + (step.first_token + t) * p.x_stride + channel);
+  };
+  const float bias = p.bias != nullptr && has_channel ? LoadGlobal(p.bias + channel) : 0.f;
+  float weight[kMaxConvolutionKernel];
+#pragma unroll
+  for (int j = 0; j < kMaxConvolutionKernel; ++j) {
+    weight[j] = j < p.kernel && has_channel
+                    ? LoadGlobal(p.weight + int64_t{j} * p.channels + channel)
+                    : 0.f;
+  }
+  for (int t = warp; t < step.num_tokens; t += kConvolutionWarps) {
+    float sum = bias;
+#pragma unroll
+    for (int j = 0; j < kMaxConvolutionKernel; ++j) {
+      if (j < p.kernel) {
+        sum += weight[j] * input(t + j - history);
+      }
+    }
+    if (has_channel) {
+      StoreGlobal(p.out + (step.first_token + t) * p.channels + channel,
+                  p.silu ? sum * Sigmoid(sum) : sum);
+    }
+  }
+  const int64_t offset = int64_t{warp} * p.channels + channel;
+  for (; warp < history && step.save_tokens > 0; step.FindSave(seq)) {
+    const float value = input(step.save_tokens - history + warp);
+    if (has_channel) {
+      StoreGlobal(p.state.checkpoints.At(step.checkpoint) + offset, value);
+    }
+  }
+  const float last = warp < history ? input(step.num_tokens - history + warp) : 0.f;
+  SyncBlock();
+  if (warp < history && has_channel) {
+    StoreGlobal(state + offset, last);
+  }
+}
+
+inline constexpr int kGatedNormWarps = 4;
+
+// A warp owns a run of `group` values. They are read twice.
+__global__ void __launch_bounds__(32 * kGatedNormWarps) GatedNormKernel(GatedNormParams p) {
+  const int64_t run = int64_t{BlockIndexX()} * kGatedNormWarps + ThreadIndexX() / 32;
+  const int lane = ThreadIndexX() & 31;
+  const int runs = p.dim / p.group;
+  if (run >= int64_t{p.num_rows} * runs) {
+    return;
+  }
+  const float* x = p.x + run * p.group;
+  const float* z = p.z + run / runs * p.z_stride + run % runs * p.group;
+  float squares = 0.f;
+  for (int i = lane; i < p.group; i += 32) {
+    const float value = LoadGlobal(x + i);
+    squares += value * value;
+  }
+  const float scale = 1.f / sqrtf(AddInWarp(squares) / static_cast<float>(p.group) + p.eps);
+  for (int i = lane; i < p.group; i += 32) {
+    const float gate = LoadGlobal(z + i);
+    StoreGlobal(p.out + run * p.group + i,
+                LoadGlobal(x + i) * scale * LoadGlobal(p.weight + i) * (gate * Sigmoid(gate)));
+  }
+}
+
+inline constexpr int kSigmoidThreads = 256;
+
+// One thread per value.
+__global__ void __launch_bounds__(kSigmoidThreads) SigmoidGateKernel(SigmoidGateParams p) {
+  const int64_t at = int64_t{BlockIndexX()} * kSigmoidThreads + ThreadIndexX();
+  if (at < p.count) {
+    StoreGlobal(p.x + at, LoadGlobal(p.x + at) * Sigmoid(LoadGlobal(p.gate + at)));
+  }
+}
+
+}  // namespace turbomind::cuda
