@@ -234,7 +234,7 @@ class TurbomindEngineConfig:
         Option(flags=("--enable-prefix-caching", "--disable-prefix-caching"), to_core=True),
     ] = True
     state_checkpoint_share: Annotated[float, Option(low=0, high=0.9, to_core=True)] = 0.5
-    state_checkpoint_interval: Annotated[int, Option(low=-1, high=2**20, to_core=True)] = 0
+    state_checkpoint_interval: Annotated[int, Option(low=-1, high=100_000, to_core=True)] = 0
     speculative_algorithm: Annotated[str | None, Option(choices=SPECULATIVE_ALGORITHMS)] = None
     speculative_draft_model: Annotated[str | None, Option(metavar="MODEL")] = None
     speculative_num_draft_tokens: Annotated[

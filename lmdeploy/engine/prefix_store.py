@@ -113,13 +113,15 @@ def open_traffic(
     store = open_store(config.kv_store)
     secret = read_secret(config.kv_store_key, beside=store.folder)
     block_tokens = config.cache_block_seq_len
-    # K and V of a layer and, while the block is recent, their copies in the window.
+    # K and V of a layer and, while the block is recent, their copies in the window. A checkpoint of
+    # recurrent layers may come on top.
     values_per_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    kv_bytes = block_tokens * values_per_token * _MAX_VALUE_BYTES
     return PrefixTraffic(
         store,
         BlockKeys(secret, identity(), block_tokens=block_tokens),
         block_tokens=block_tokens,
-        max_block_bytes=block_tokens * values_per_token * _MAX_VALUE_BYTES,
+        max_block_bytes=kv_bytes + model.state_bytes(),
         late_blocks=max(kv.recent_tokens, 0) // block_tokens + 2,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import queue
 import threading
 import time
@@ -131,7 +132,7 @@ class PrefixTraffic:
         Args:
             max_block_bytes: of all copies of a block. The store returns no larger value.
             late_blocks: how many trailing blocks may still gain a quantized copy, when they leave
-                the window.
+                the window, or a checkpoint, when a prompt begins with them.
         """
         self.stats = StoreStats()
         self._store = store
@@ -299,7 +300,9 @@ class PrefixTraffic:
         ):
             pools = tuple(map(bool, copies))
             with self._lock:
-                is_known = self._known.pools(name) == pools
+                known = self._known.pools(name)
+            # A copy that the engine has lost meanwhile, such as a checkpoint, stays in the store.
+            is_known = known is not None and all(map(operator.ge, known, pools))
             if is_known or self._closing.is_set():
                 continue
             value = self._keys.seal(name, pack_copies(copies))
