@@ -86,8 +86,12 @@ class Context:
         for position in range(context, context + steps):
             self._step([(17 + s, position, s, True) for s in range(batch)])
         seconds = time.perf_counter() - started
-        for sequence in range(batch):
+        removed = [
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, context, -1)
+            for sequence in range(batch)
+        ]
+        if not all(removed):  # the states of recurrent layers cannot go back
+            self.fill()
         return steps * batch / seconds
 
     def _pending(self, prompts: list[list[int]]) -> list[tuple[int, int, int, bool]]:
