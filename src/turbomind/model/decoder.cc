@@ -172,7 +172,8 @@ void Decoder::Forward(const DecoderInput& input) {
   device_.RunStep({.tokens = input.tokens,
                    .groups = step_groups_.data(),
                    .num_groups = static_cast<int>(step_groups_.size()),
-                   .q_heads = model().num_heads},
+                   .q_heads = model().num_heads,
+                   .states = input.states.slots != nullptr ? &input.states : nullptr},
                   [&] { RunLayers(input); });
   for (const StateCopy& save : input.last_saves) {
     copy(states.checkpoints, save.checkpoint, states.working, save.slot);

@@ -93,7 +93,8 @@ TEST_CASE_FIXTURE(DeviceSuite, "every cut of a prompt into steps gives the same 
   });
 }
 
-TEST_CASE_FIXTURE(DeviceSuite, "decode steps of one shape read their own slots and lengths") {
+TEST_CASE_FIXTURE(DeviceSuite, "decode steps of one shape read their own slots and lengths" *
+                                   doctest::test_suite("small")) {
   ForOps([&](const auto& op) {
     const Sequences sequences(op, {9, 9, 9}, 6);
     std::vector<Parts> steps = {{{0}, {1}, {2, 2}}, {{2}, {0}}, {{1}}};

@@ -191,4 +191,4 @@ def test_gpu_ops_have_small_tests_for_the_memory_checkers():
         if 'test_suite("small")' in path.read_text(encoding="utf-8")
     }
     ops = {"decode_ops", "sampling_ops", "kv_flatten", "kv_ops", "linear_ops", "prefill_ops"}
-    assert small == {*ops, "device_suite", "routing_suite"}
+    assert small == {*ops, "device_suite", "recurrent_suite", "routing_suite"}
