@@ -61,7 +61,7 @@ export class EngineView {
       showPool(byId("pool-window16"), { name: `${windowName(window16)} window`, blocks: window16.blocks });
     }
     showConversation(byId("conversation-blocks"), cache, this.#conversation.tokens);
-    showPrefix(byId("prefix"), prefix);
+    showPrefix(byId("prefix"), prefix, cache.states);
     this.#showRequests();
   }
 
@@ -162,10 +162,18 @@ function blockMap(kinds, label) {
   return map;
 }
 
-function showPrefix(figure, { queried_tokens: queried, hit_tokens: hits, cut_tokens: cut }) {
+function showPrefix(figure, { queried_tokens: queried, hit_tokens: hits, cut_tokens: cut }, states) {
   const share = hits / Math.max(queried, 1);
   setBar(figure.querySelector(".bar"), share, { max: 1, text: `${(share * 100).toFixed(0)} %` });
-  const lost = cut ? ` ${whole(cut)} found tokens had lost their copy in the window.` : "";
+  const copy = states ? "no checkpoint" : "lost their copy in the window";
+  const lost = cut ? ` ${whole(cut)} found tokens had ${copy}.` : "";
   const text = `${whole(hits)} of ${whole(queried)} prompt tokens came from the cache.${lost}`;
-  figure.querySelector(".note").textContent = text;
+  figure.querySelector(".note").textContent = text + (states ? ` ${checkpointText(states)}` : "");
+}
+
+/** Describe the states of recurrent layers (docs/kv_cache.md, "Recurrent layers"). */
+function checkpointText(states) {
+  const { checkpoints_kept: kept, checkpoints_total: total } = states;
+  const bytes = formatBytes(states.bytes_per_sequence);
+  return `${whole(kept)} of ${whole(total)} checkpoints of the recurrent layers, ${bytes} each.`;
 }

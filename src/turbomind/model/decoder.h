@@ -25,10 +25,10 @@ struct LayerCache {
   KvLayerView window16;  // data is null if there is no 16-bit window
   PrecisionWindow rule;
   const float* k_mean = nullptr;
-  int group = 0;          // index of the batch view; -1: the layer has no attention
-  int window = 0;         // as in kv/sliding_window.h
-  StatePair convolution;  // of a recurrent layer
-  StatePair matrices;     // same
+  int group = 0;               // index of the batch view; -1: the layer has no attention
+  int window = 0;              // as in kv/sliding_window.h
+  StatePair convolution = {};  // of a recurrent layer
+  StatePair matrices = {};     // same
 
   bool has_attention() const { return group >= 0; }
   // Returns the pool that a step's K and V are written to.
@@ -42,7 +42,7 @@ std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache&
 struct DecoderConfig {
   ModelConfig model;
   std::vector<LayerCache> layers;  // one per layer
-  StatePair states;                // whole slots; for recurrent layers
+  StatePair states = {};           // whole slots; for recurrent layers
   bool rotate_k = false;
   bool search_scales = false;
   int max_positions = 0;  // of a sequence; needed by a bias of K beside K offsets

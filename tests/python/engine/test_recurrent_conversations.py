@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from engine_runs import EngineRun
 from parity import prompt
 from tiny_families import FAMILY_MODELS
 from tiny_models import make_model, save_model
+
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.cli.serve import dry_run_lines
 
 _BLOCK = 16  # of EngineRun
 _ANSWER = 12  # tokens
@@ -116,3 +122,20 @@ def test_drafts_change_no_bit(repeating: str, num_draft_tokens: int) -> None:
         assert 0 < accepted <= drafts
     if num_draft_tokens == 4:
         assert accepted < drafts  # some were refused
+
+
+def test_dry_run_shows_states_and_checkpoints(folder: str) -> None:
+    config = TurbomindEngineConfig(session_len=512, cache_max_entry_count=0.01)
+
+    def line(**options: Any) -> str:
+        lines = dry_run_lines(folder, dataclasses.replace(config, **options))
+        (found,) = (line for line in lines if line.startswith("recurrent layers: "))
+        return found
+
+    assert re.search(
+        r"[\d.]+ MiB per sequence; [\d,]+ checkpoints \([\d,.]+ MiB\), every 8 blocks", line()
+    )
+    assert "every 3 blocks" in line(state_checkpoint_interval=3)
+    assert "every" not in line(state_checkpoint_interval=-1)
+    assert "; 0 checkpoints" in line(state_checkpoint_share=0.0, speculative_algorithm="none")
+    assert "; 9 checkpoints" in line(state_checkpoint_share=0.0)  # for drafts of 8 tokens
