@@ -15,7 +15,6 @@
 #include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
 #include "turbomind/ops/quantize_blocks.h"
-#include "turbomind/ops/recurrent.h"
 
 namespace turbomind {
 namespace {
@@ -74,33 +73,6 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
 bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_seqs; }
 
 }  // namespace
-
-std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache& cache) {
-  std::vector<LayerCache> layers;
-  StatePair states = {cache.states(), cache.checkpoints()};
-  const auto take = [&states](int64_t num_bytes) {
-    const StatePair taken = states;
-    states.working.data += num_bytes;
-    states.checkpoints.data += num_bytes;
-    return taken;
-  };
-  for (int i = 0; i < model.num_layers; ++i) {
-    if (model.recurrent.Has(i)) {
-      LayerCache& layer = layers.emplace_back();
-      layer.group = -1;
-      layer.convolution = take(model.recurrent.ConvolutionBytes());
-      layer.matrices = take(model.recurrent.MatrixBytes());
-      continue;
-    }
-    layers.push_back({.kv = cache.LayerView(i),
-                      .window16 = cache.Window16LayerView(i),
-                      .rule = cache.rule(i),
-                      .k_mean = cache.KMean(i),
-                      .group = cache.GroupOf(i),
-                      .window = model.windows[static_cast<size_t>(i)]});
-  }
-  return layers;
-}
 
 Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, Device& device)
     : config_(std::move(config)), weights_(std::move(weights)), device_(device) {
@@ -271,54 +243,6 @@ const float* Decoder::Mix(int index, const float* x, const DecoderInput& input, 
     }
   }
   return mixed;
-}
-
-// Computes `mixed`, and the states of the layer.
-void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
-  const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
-  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
-  const RecurrentConfig& shape = model().recurrent;
-  const BatchView& batch = input.batch.front();
-  const int64_t channels = shape.Channels();
-  const float* z = scratch_.projected + channels;
-  const float* b = z + shape.ValueSize();
-  Project(layer.input, nullptr, x, {scratch_.projected, batch.num_tokens});
-  invokeShortConvolution(device_, {.x = scratch_.projected,
-                                   .x_stride = layer.input.rows(),
-                                   .weight = layer.convolution.data,
-                                   .out = scratch_.convolved,
-                                   .channels = static_cast<int>(channels),
-                                   .kernel = shape.kernel,
-                                   .state = cache.convolution,
-                                   .states = input.states,
-                                   .batch = batch});
-  invokeGatedDelta(device_, {.q = scratch_.convolved,
-                             .k = scratch_.convolved + shape.KeySize(),
-                             .v = scratch_.convolved + 2 * shape.KeySize(),
-                             .qkv_stride = channels,
-                             .b = b,
-                             .a = b + shape.num_value_heads,
-                             .gate_stride = layer.input.rows(),
-                             .decay = layer.decay.data,
-                             .dt_bias = layer.dt_bias.data,
-                             .out = scratch_.mixed,
-                             .key_heads = shape.num_key_heads,
-                             .value_heads = shape.num_value_heads,
-                             .key_dim = shape.key_dim,
-                             .value_dim = shape.value_dim,
-                             .tiled = shape.tiled,
-                             .state = cache.matrices,
-                             .states = input.states,
-                             .batch = batch});
-  device_.GatedNorm({.x = scratch_.mixed,
-                     .z = z,
-                     .z_stride = layer.input.rows(),
-                     .weight = layer.norm.data,
-                     .out = scratch_.mixed,
-                     .num_rows = batch.num_tokens,
-                     .dim = static_cast<int>(shape.ValueSize()),
-                     .group = shape.value_dim,
-                     .eps = model().norm_eps});
 }
 
 Decoder::Output Decoder::BranchOutput(int first, int num_rows) const {

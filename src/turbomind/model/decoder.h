@@ -8,35 +8,16 @@
 #include <span>
 #include <vector>
 
-#include "turbomind/kv/kv_cache.h"
 #include "turbomind/model/decoder_scratch.h"
 #include "turbomind/model/k_bias_arrays.h"
 #include "turbomind/model/kv_statistics.h"
+#include "turbomind/model/layer_cache.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
 #include "turbomind/ops/device.h"
 #include "turbomind/ops/rope.h"
 
 namespace turbomind {
-
-// The cache of one layer: where this step's K and V, or its states, are read and written.
-struct LayerCache {
-  KvLayerView kv;
-  KvLayerView window16;  // data is null if there is no 16-bit window
-  PrecisionWindow rule;
-  const float* k_mean = nullptr;
-  int group = 0;               // index of the batch view; -1: the layer has no attention
-  int window = 0;              // as in kv/sliding_window.h
-  StatePair convolution = {};  // of a recurrent layer
-  StatePair matrices = {};     // same
-
-  bool has_attention() const { return group >= 0; }
-  // Returns the pool that a step's K and V are written to.
-  const KvLayerView& written() const { return window16.data != nullptr ? window16 : kv; }
-};
-
-// Returns the cache of every layer.
-std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache& cache);
 
 // All parameters of a decoder except the weights and the device.
 struct DecoderConfig {
