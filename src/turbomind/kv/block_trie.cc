@@ -217,13 +217,10 @@ int BlockTrie::Twin(PoolBlock block, int pool) const {
   return found->second->blocks.at(static_cast<size_t>(pool));
 }
 
-bool BlockTrie::IsContinued(const std::vector<int>& blocks) const {
-  for (size_t p = 0; p < blocks.size(); ++p) {
-    if (blocks[p] >= 0) {
-      return !node_of_[p].at(blocks[p])->children.empty();
-    }
-  }
-  return true;  // invariant 3
+size_t BlockTrie::NumChildren(const std::vector<int>& blocks) const {
+  const auto pool = std::ranges::find_if(blocks, [](int block) { return block >= 0; });
+  Check(pool != blocks.end(), "the node must have a block");
+  return node_of_[static_cast<size_t>(pool - blocks.begin())].at(*pool)->children.size();
 }
 
 int64_t BlockTrie::num_blocks(int pool) const {

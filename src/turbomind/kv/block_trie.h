@@ -67,9 +67,9 @@ class BlockTrie {
   // Returns the block of another pool for the same tokens, or -1 if that pool has none. REQUIRES:
   // Contains(block).
   int Twin(PoolBlock block, int pool) const;
-  // Returns whether some tokens follow those of a node that Find returned. REQUIRES: the trie has
-  // not changed since.
-  bool IsContinued(const std::vector<int>& blocks) const;
+  // Returns how many different blocks follow that of a node that Find returned. REQUIRES: the trie
+  // has not changed since, and the node has a block.
+  size_t NumChildren(const std::vector<int>& blocks) const;
   int64_t num_blocks(int pool) const;
   // Returns every block in the trie, in no particular order.
   std::vector<PoolBlock> Blocks() const;

@@ -61,11 +61,7 @@ int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt, bo
     const PrefixHit hit = FindPrefixHit(cache_.groups(), path, cache_.CheckpointPool());
     const auto path_blocks = static_cast<int64_t>(path.size());
     if (cache_.has_states() && path_blocks > hit.num_blocks) {
-      sequence.state.is_cut = true;
-      // Otherwise the prompt continues the path, and none shares its end.
-      if (trie_.IsContinued(path.back())) {
-        sequence.state.rule.branches.push_back(path_blocks);
-      }
+      NoteBranch(sequence.state, path);
     }
     sequence.num_written = hit.num_blocks * cache_.block_seq_len();
     sequence.num_cut = (hit.num_found - hit.num_blocks) * cache_.block_seq_len();

@@ -69,11 +69,11 @@ struct PlannedSave {
 // (checkpoint_rule.h) and after every token of a draft but the last. Commit enters the former into
 // the prefix cache, where a checkpoint belongs to the last block before it. It is evicted
 // separately, and a hit ends at a checkpoint. Saves for the prefix cache are taken as far as slots
-// are left; they never evict KV. Some are spare and evicted first: those that divide a prompt,
-// those within an answer once it has a later one, and one that a single hit has used, once the
-// prompt of that hit has its own. So is either the end of the prompt or of the answer, depending on
-// where the next prompts of conversations usually begin: templates may remove the reasoning from an
-// answer.
+// are left; they never evict KV. Some are spare and evicted first: those that
+// divide a prompt, or end what it has in common with only one other, until a hit uses them; those
+// within an answer once it has a later one; and one that a single hit has used, once the prompt of
+// that hit has its own. So is either the end of the prompt or of the answer, depending on where the
+// next prompts of conversations usually begin: templates may remove the reasoning from an answer.
 //
 // Invariants (CheckIntegrity):
 //  1. In each pool free + cached + active = total, and data and scales have exactly `total` blocks.
@@ -242,6 +242,7 @@ class SequenceManager {
   void PlanSaves(Sequence& sequence, int64_t num_uncertain);
   void ListCheckpoints(Sequence& sequence, int64_t num_tokens);
   void FinishSaves(Sequence& sequence, int64_t num_planned, int64_t num_tokens);
+  void NoteBranch(State& state, const std::vector<std::vector<int>>& path);
   void RankCheckpoint(Sequence& sequence, const PlannedSave& save);
   void RankAnswer(State& state, int32_t checkpoint);
   void MarkServedCheckpoint(State& state);

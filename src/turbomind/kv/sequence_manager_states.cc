@@ -10,12 +10,12 @@
 namespace turbomind {
 
 // Takes a slot for a checkpoint, for which it may evict another one. Returns -1 if there is none.
-// A checkpoint that is spare from the beginning takes only the place of another spare one.
+// A checkpoint that is spare at first takes only the place of another spare one.
 int32_t SequenceManager::TakeCheckpoint(CheckpointKind kind) {
   BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
   if (manager.free() == 0) {
     const int oldest = manager.OldestCached();
-    if (oldest < 0 || (kind == CheckpointKind::kInterval && !manager.is_spare(oldest))) {
+    if (oldest < 0 || (IsSpareAtFirst(kind) && !manager.is_spare(oldest))) {
       return -1;
     }
     EvictOldest(cache_.CheckpointPool());
@@ -58,13 +58,12 @@ void SequenceManager::PlanSaves(Sequence& sequence, int64_t num_uncertain) {
     state.saves.push_back({position, TakeCheckpoint(CheckpointKind::kNone), kind});
   }
   // Those that matter most get their slots first.
-  for (const bool is_interval : {false, true}) {
+  for (const bool are_spare : {false, true}) {
     for (int64_t position = (sequence.num_written / length + 1) * length; position <= end;
          position += length) {
       const CheckpointKind kind = kind_at(position);
       const bool is_planned = position >= certain && position < end;
-      if (kind == CheckpointKind::kNone || is_planned ||
-          (kind == CheckpointKind::kInterval) != is_interval) {
+      if (kind == CheckpointKind::kNone || is_planned || IsSpareAtFirst(kind) != are_spare) {
         continue;
       }
       if (const int32_t slot = TakeCheckpoint(kind); slot >= 0) {
@@ -73,6 +72,20 @@ void SequenceManager::PlanSaves(Sequence& sequence, int64_t num_uncertain) {
     }
   }
   std::ranges::sort(state.saves, {}, &PlannedSave::position);
+}
+
+// Records that a prompt begins with the blocks of `path`, but cannot use them all.
+void SequenceManager::NoteBranch(State& state, const std::vector<std::vector<int>>& path) {
+  state.is_cut = true;
+  const auto num_blocks = static_cast<int64_t>(path.size());
+  const bool has_block = std::ranges::any_of(path.back(), [](int block) { return block >= 0; });
+  const size_t num_others = has_block ? trie_.NumChildren(path.back()) : 2;
+  if (num_others == 1) {
+    state.rule.fork = num_blocks;
+  } else if (num_others > 1) {
+    state.rule.branches.push_back(num_blocks);
+  }
+  // If nothing follows the path, the prompt continues it, and its end is shared by none.
 }
 
 void SequenceManager::AddBranch(uint64_t id, int64_t num_blocks) {
@@ -127,7 +140,7 @@ void SequenceManager::RankCheckpoint(Sequence& sequence, const PlannedSave& save
   if (!manager.is_kept(save.checkpoint)) {
     return;
   }
-  if (save.kind == CheckpointKind::kInterval) {
+  if (IsSpareAtFirst(save.kind)) {
     manager.MarkSpare(save.checkpoint);
   }
   if (save.kind == CheckpointKind::kAnswer) {

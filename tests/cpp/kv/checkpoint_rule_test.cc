@@ -42,6 +42,15 @@ TEST_CASE("an interval divides the prompt, and branches take precedence") {
   rule.branches = {3, 4, 6};
   CHECK(Kinds(rule, 8) == std::vector{n, i, b, b, n, b, a, a});
   CHECK(rule.PromptBlocks() == 6);
+  rule.fork = 2;
+  CHECK(rule.After(2) == Kind::kFork);
+  rule.fork = 4;
+  CHECK(rule.After(4) == b);
+  rule.branches.clear();
+  rule.fork = 6;
+  CHECK(rule.After(6) == p);
+  CHECK(IsSpareAtFirst(Kind::kFork));
+  CHECK(!IsSpareAtFirst(b));
 }
 
 }  // namespace

@@ -149,6 +149,33 @@ TEST_CASE("the ends of prompts or of answers are spare, depending on what prompt
   }
 }
 
+TEST_CASE("the end of a common beginning is spare until a third prompt has it") {
+  const auto kinds = [](StatePools& pools, uint64_t id) {
+    const std::vector<int32_t> prompt =
+        Append(Tokens(3 * kLength), kLength + 1, 1000 * static_cast<int>(id));
+    pools.manager.Create(id, prompt);
+    REQUIRE(pools.manager.AllocateDataAndScaleBlocks(id, 4 * kLength + 1));
+    std::vector<CheckpointKind> found;
+    for (const PlannedSave& save : pools.manager.PlannedSaves(id)) {
+      found.push_back(save.kind);
+    }
+    pools.manager.Commit(id, prompt);
+    pools.manager.CheckIntegrity();
+    pools.manager.FreeDataAndScaleBlocks(id);
+    return found;
+  };
+  using Kind = CheckpointKind;
+  StatePools wide(8);
+  CHECK(kinds(wide, 1) == std::vector{Kind::kPrompt});
+  CHECK(kinds(wide, 2) == std::vector{Kind::kFork, Kind::kPrompt});
+  CHECK(kinds(wide, 3) == std::vector{Kind::kPrompt});  // a hit
+  StatePools narrow(2);
+  CHECK(kinds(narrow, 1) == std::vector{Kind::kPrompt});
+  CHECK(kinds(narrow, 2) == std::vector{Kind::kPrompt});  // no slot for the spare one
+  CHECK(kinds(narrow, 3) == std::vector{Kind::kBranch, Kind::kPrompt});
+  CHECK(narrow.Hit(Append(Tokens(3 * kLength), 5, 9000)) == 3);
+}
+
 TEST_CASE("a prompt that continues the cached text has no branch") {
   StatePools pools(8);
   const std::vector<int32_t> text = Tokens(6 * kLength);
