@@ -301,8 +301,8 @@ class _Lookup:
             shape = (count, 2 * shape[1]) if place.transposed else (2 * count, *shape[1:])
         if place.part:
             shape = (sum(self._shapes[name][0] for name in place.fused), *shape[1:])
-        if not place.stacked:
-            tensor = self._stored(name, shape)
+        if not place.stacked:  # a convolution has a dimension for the inputs of a channel
+            tensor = self._stored(name, shape, max_dims=2 if place.convert is None else 3)
         else:
             tensor = self._stack(name, shape).item(expert)
         if place.half is not None and place.transposed:
@@ -390,13 +390,18 @@ class _Lookup:
         return self._stacked[name]
 
     def _stored(
-        self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        max_dims: int = 2,
+        formats: tuple[str, ...] = SUPPORTED_FORMATS,
     ) -> StoredTensor:
         if name not in self._names:
             raise ModelFormatError(f"{self._source}: tensor {name} is missing.")
         self._left.discard(name)
-        tensor = self._file.tensor(name, max_dims=max(3, len(shape)), formats=formats)
-        # GGUF drops the dimension of a single row, and a convolution may have one of its inputs.
+        tensor = self._file.tensor(name, max_dims=max(max_dims, len(shape)), formats=formats)
+        # GGUF drops the dimension of a single row.
         if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
             return replace(tensor, shape=shape)
         if tensor.shape != shape:

@@ -29,10 +29,18 @@ EXPERTS = {
     "expert_group_count": 2,
     "expert_group_used_count": 1,
 }
+RECURRENT = {
+    "ssm.conv_kernel": 4,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 64,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 4,
+}
 # Keys of single families, and those that change every one.
 OTHER_KEYS = (
     "attention.causal",
     "attention.key_length",
+    "attention.recurrent_layers",
     "attention.scale",
     "attention.value_length",
     "attn_logit_softcapping",
@@ -44,6 +52,7 @@ OTHER_KEYS = (
     "expert_weights_norm",
     "expert_weights_scale",
     "final_logit_softcapping",
+    "full_attention_interval",
     "interleave_moe_layer_step",
     "leading_dense_block_count",
     "nextn_predict_layers",
@@ -66,9 +75,18 @@ HOSTILE: tuple[Any, ...] = (
 WITH_GGUF = [family for family in FAMILIES if family.gguf_architectures]
 
 
+def own_keys(family: ModelFamily) -> dict[str, Any]:
+    """Return the keys of a family that not every family has."""
+    shared = {"expert_shared_feed_forward_length": 32} if family.recurrent else {}
+    return {
+        **({**EXPERTS, **shared} if family.experts else {}),
+        **(RECURRENT if family.recurrent else {}),
+    }
+
+
 def config_of(family: ModelFamily, **changes: Any) -> DecoderConfig:
     """Return the config of a tiny file with `changes`. A value of None removes a key."""
-    values = {**METADATA, **(EXPERTS if family.experts else {}), **changes}
+    values = {**METADATA, **own_keys(family), **changes}
     found = {f"m.{key}": value for key, value in values.items() if value is not None}
     metadata = MetadataReader({"general.architecture": "m", **found}, "x.gguf")
     of_tensors = {"vocab_size": 8, "tie_word_embeddings": True}
@@ -80,7 +98,7 @@ def config_of(family: ModelFamily, **changes: Any) -> DecoderConfig:
 @pytest.mark.parametrize("family", WITH_GGUF, ids=lambda family: family.name)
 def test_translate_metadata_errors_name_keys_of_the_file(family: ModelFamily) -> None:
     config_of(family)
-    keys = (*METADATA, *(EXPERTS if family.experts else ()), *OTHER_KEYS)
+    keys = (*METADATA, *own_keys(family), *OTHER_KEYS)
     for key in keys:
         for value in HOSTILE:
             try:
@@ -95,7 +113,8 @@ def test_translate_metadata_errors_name_keys_of_the_file(family: ModelFamily) ->
 @pytest.mark.parametrize("family", WITH_GGUF, ids=lambda family: family.name)
 def test_translate_metadata_requires_sizes(family: ModelFamily) -> None:
     optional = {"attention.head_count_kv", "attention.sliding_window", "logit_scale"}
-    for key in METADATA.keys() - optional:
+    recurrent = RECURRENT if family.recurrent else {}
+    for key in {**METADATA, **recurrent}.keys() - optional:
         with pytest.raises(ModelFormatError, match=rf"^x\.gguf: m\.{key} is missing"):
             config_of(family, **{key: None})
 
