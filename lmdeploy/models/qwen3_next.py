@@ -92,7 +92,7 @@ def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
         if size % 16:
             raise config.refuse(f"{config.name(key)} is {size}. It must be a multiple of 16.")
     if all(settings.layers):
-        raise config.refuse(f"{config.name('layer_types')} has no full_attention.")
+        raise config.refuse("The model has no layer with full attention. It needs at least one.")
     return settings
 
 

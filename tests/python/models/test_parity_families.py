@@ -202,7 +202,7 @@ def test_a_config_key_that_is_not_built_is_refused(
         ("qwen3-5", {"linear_value_head_dim": 4096}, "linear_value_head_dim is '4096'"),
         ("qwen3-5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is '1'"),
         ("qwen3-5", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim is '9'"),
-        ("qwen3-5", {"layer_types": ["linear_attention"] * 4}, "has no full_attention"),
+        ("qwen3-5", {"layer_types": ["linear_attention"] * 4}, "no layer with full attention"),
         ("qwen3-5", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries"),
         ("qwen3-5", {"layer_types": ["mamba"] * 4}, "layer_types contains 'mamba'"),
     ],
