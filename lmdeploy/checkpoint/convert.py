@@ -222,7 +222,7 @@ def vector_for_engine(
     A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes. `convert`
     gets the values in the shape of the tensor.
     """
-    values = values_of_rows(tensor.format, tensor.raw.reshape(1, -1))
+    values = values_of_rows(tensor.format, tensor.bytes_by_row())
     if convert is not None:
         values = convert(values.reshape(tensor.shape))
     values = values.reshape(-1, 1)

@@ -183,7 +183,7 @@ def plan_tensors(
         tensor = lookup.find(kind, place, layer=layer or 0)
         offset = layout.norm_offset if kind.endswith("_norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
-        mapped = heads == 0 and _is_mxfp4(tensor)
+        mapped = heads == 0 and tensor.rows_of_groups is None and _is_mxfp4(tensor)
         return PlannedTensor(
             name, tensor, heads, config.rope.dim, offset, convert=place.convert, mapped=mapped
         )

@@ -194,7 +194,9 @@ FAMILY = ModelFamily(
     hf_architectures=("Qwen3NextForCausalLM",),
     gguf_architectures=("qwen3next",),
     hf_bias=lambda config: (
-        ATTENTION_MATRICES if config.flag("attention_bias", default=False) else ()
+        (*ATTENTION_MATRICES, "attention_gate")
+        if config.flag("attention_bias", default=False)
+        else ()
     ),
     hf_tensors=_HF_ATTENTION,
     gguf_tensors=_GGUF_ATTENTION,

@@ -184,9 +184,9 @@ class StoredTensor:
         if self.rows_of_groups is None:
             return self.raw.reshape(self.rows, -1)
         groups, first, count = self.rows_of_groups
-        row_size = row_bytes(self.format, self.cols)
-        runs = self.raw.reshape(groups, -1, row_size)
-        return runs[:, first : first + count].reshape(self.rows, row_size)
+        is_vector = len(self.shape) == 1
+        runs = self.raw.reshape(groups, -1, row_bytes(self.format, 1 if is_vector else self.cols))
+        return runs[:, first : first + count].reshape(self.rows, -1)
 
 
 class TensorFile(Protocol):

@@ -229,7 +229,8 @@ const float* Decoder::Mix(int index, const float* x, const DecoderInput& input, 
     Attention(index, batch, !only_rows || input.rows.back() >= batch.num_decode);
   }
   if (attends && model().attention_gate) {
-    Project(layer.attention_gate, nullptr, x, {scratch_.attention_gate, batch.num_tokens});
+    Project(layer.attention_gate, layer.attention_gate.bias.data, x,
+            {scratch_.attention_gate, batch.num_tokens});
     device_.SigmoidGate({.x = scratch_.attended,
                          .gate = scratch_.attention_gate,
                          .count = batch.num_tokens * layer.attention_gate.rows()});

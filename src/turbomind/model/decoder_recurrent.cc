@@ -16,7 +16,7 @@ void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
   const int64_t channels = shape.Channels();
   const float* z = scratch_.projected + channels;
   const float* b = z + shape.ValueSize();
-  Project(layer.input, nullptr, x, {scratch_.projected, batch.num_tokens});
+  Project(layer.input, layer.input.bias.data, x, {scratch_.projected, batch.num_tokens});
   invokeShortConvolution(device_, {.x = scratch_.projected,
                                    .x_stride = layer.input.rows(),
                                    .weight = layer.convolution.data,

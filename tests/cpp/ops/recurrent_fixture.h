@@ -250,7 +250,8 @@ struct DeltaOp {
   int value_heads = 1;
   int key_dim = 16;
   int value_dim = 16;
-  double error = 0;  // of an output of 1
+  double error = 0;    // of an output of 1
+  bool tiled = false;  // value head h reads key head h % key_heads
 
   int64_t keys() const { return int64_t{key_heads} * key_dim; }
   int64_t values() const { return int64_t{value_heads} * value_dim; }
@@ -315,6 +316,7 @@ struct DeltaOp {
                               .value_heads = value_heads,
                               .key_dim = key_dim,
                               .value_dim = value_dim,
+                              .tiled = tiled,
                               .state = pools,
                               .states = step.states(),
                               .batch = step.batch()});
@@ -339,7 +341,8 @@ struct DeltaOp {
     std::vector<Exact> out;
     for (auto row = rows.begin(); row != rows.end(); row += row_size()) {
       for (int head = 0; head < value_heads; ++head) {
-        const float* q = &*row + head / (value_heads / key_heads) * key_dim;
+        const int key_head = tiled ? head % key_heads : head / (value_heads / key_heads);
+        const float* q = &*row + key_head * key_dim;
         const float* v = &*row + 2 * keys() + int64_t{head} * value_dim;
         const float* gates = &*row + qkv_size() + head;
         const auto at = static_cast<size_t>(head);

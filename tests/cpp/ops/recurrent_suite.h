@@ -53,6 +53,10 @@ TEST_CASE_FIXTURE(DeviceSuite, "the gated delta rule for any numbers of heads an
   }
 }
 
+TEST_CASE_FIXTURE(DeviceSuite, "value heads that are not beside each other read their key head") {
+  CheckMixedSteps(*this, DeltaOp{2, 6, 32, 48, kDeltaError, true});
+}
+
 TEST_CASE_FIXTURE(DeviceSuite, "short convolutions of every kernel, with and without a bias") {
   for (int kernel = 2; kernel <= kMaxConvolutionKernel; ++kernel) {
     for (const int channels : {16, 272, 1040}) {

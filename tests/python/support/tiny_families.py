@@ -224,6 +224,9 @@ FAMILY_MODELS = (
     TinyModel("arcee", "Arcee", {"mlp_bias": True}),
     TinyModel("qwen3-5", "Qwen3_5", _RECURRENT, config="Qwen3_5Text"),
     TinyModel(
+        "qwen3-5-bias", "Qwen3_5", {**_RECURRENT, "attention_bias": True}, config="Qwen3_5Text"
+    ),
+    TinyModel(
         "qwen3-5-moe",
         "Qwen3_5Moe",
         {**_RECURRENT, **_SHARED_EXPERT, "linear_num_value_heads": 6},

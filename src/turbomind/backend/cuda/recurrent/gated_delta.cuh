@@ -48,8 +48,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2 * kDeltaWarps / kWarps)
   const bool has_column = column < p.value_dim;
   const int num_rows = p.key_dim / kWarps;
   const int first_row = warp * num_rows;
-  const int key_head = head / (p.value_heads / p.key_heads);
-  const int64_t key_offset = int64_t{key_head} * p.key_dim + first_row;
+  const int64_t key_offset = int64_t{p.KeyHead(head)} * p.key_dim + first_row;
   const int64_t state_offset =
       (int64_t{head} * p.key_dim + first_row) * p.value_dim + (has_column ? column : 0);
 
