@@ -95,6 +95,9 @@ def _config(
         of_tensors |= zip(("short_factor", "long_factor"), factors.values(), strict=True)
     config = read_decoder(translate_metadata(metadata, family, of_tensors=of_tensors), family)
     check_metadata(metadata, config)
+    if config.recurrent is not None and family.recurrent is not None:
+        recurrent = replace(config.recurrent, tiled=family.recurrent.gguf_tiled)
+        config = replace(config, recurrent=recurrent)
     if freq_factors is None:
         return config
     if len(freq_factors) != (half := (config.rope.dim or config.head_dim) // 2):

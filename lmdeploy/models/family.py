@@ -244,6 +244,7 @@ class Recurrent:
     settings: Callable[[ConfigReader, int], RecurrentSettings]  # from the number of layers
     hf_tensors: TensorNames
     gguf_tensors: TensorNames
+    gguf_tiled: bool = False  # a GGUF file has another order of heads (RecurrentSettings.tiled)
 
 
 @dataclass(frozen=True)

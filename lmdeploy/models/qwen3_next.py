@@ -9,20 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from lmdeploy.models import qwen2_moe
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import MoeSettings, RecurrentSettings
-from lmdeploy.models.experts import (
-    GGUF_EXPERTS,
-    GGUF_SHARED,
-    GGUF_SHARED_GATE,
-    HF_QWEN,
-    HF_SHARED,
-    HF_STACKED,
-    MAX_WIDTH,
-    Experts,
-    TensorLocation,
-    sparse_experts,
-)
+from lmdeploy.models.decoder_config import RecurrentSettings
+from lmdeploy.models.experts import MAX_WIDTH, TensorLocation
 from lmdeploy.models.family import (
     ATTENTION_MATRICES,
     GGUF_QK_NORM,
@@ -35,6 +25,7 @@ from lmdeploy.models.family import (
 )
 from lmdeploy.models.structure import Structure
 
+# The engine has the same limits.
 _MAX_HEADS = 1 << 16
 _MAX_DIM = 256
 _MAX_KERNEL = 8
@@ -78,7 +69,6 @@ def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
         key_dim=config.integer("linear_key_head_dim", high=_MAX_DIM),
         value_dim=config.integer("linear_value_head_dim", high=_MAX_DIM),
         kernel=config.integer("linear_conv_kernel_dim", low=2, high=_MAX_KERNEL),
-        tiled=config.flag("linear_heads_tiled", default=False),
     )
     if settings.num_value_heads % settings.num_key_heads:
         raise config.refuse(
@@ -96,11 +86,6 @@ def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
     return settings
 
 
-def _experts(config: ConfigReader, num_layers: int) -> MoeSettings:
-    shared = config.integer("shared_expert_intermediate_size", high=MAX_WIDTH)
-    return replace(sparse_experts(config, num_layers), shared_intermediate_size=shared)
-
-
 def _gguf_defaults(config: ConfigReader) -> dict[str, Any]:
     heads = config.integer("linear_num_value_heads", high=_MAX_HEADS)
     size = config.integer("linear_value_size", high=MAX_WIDTH)
@@ -110,10 +95,6 @@ def _gguf_defaults(config: ConfigReader) -> dict[str, Any]:
             f"{config.name('linear_num_value_heads')}, {heads}."
         )
     return {"linear_value_head_dim": size // heads, "norm_topk_prob": True}
-
-
-def _gguf_tiled_defaults(config: ConfigReader) -> dict[str, Any]:
-    return {**_gguf_defaults(config), "linear_heads_tiled": True}
 
 
 def _parts(name: str, parts: tuple[str, ...], *, heads: str = "") -> TensorNames:
@@ -172,11 +153,6 @@ _GGUF_ATTENTION: TensorNames = {
     **_parts("blk.{i}.attn_q.weight", _Q_AND_GATE, heads="heads"),
     "ffn_norm": "blk.{i}.post_attention_norm.weight",
 }
-_EXPERTS = Experts(
-    settings=_experts,
-    hf=({**HF_QWEN, **HF_SHARED}, {**HF_STACKED, **HF_SHARED}),
-    gguf=({**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SHARED_GATE},),
-)
 _DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -206,7 +182,7 @@ FAMILY = ModelFamily(
     hf_norm_offset=1.0,
     hf_unused=("mtp.*",),
     structure=lambda config: Structure(attention_gate=True),
-    experts=_EXPERTS,
+    experts=qwen2_moe.FAMILY.experts,
     recurrent=Recurrent(_settings, hf_tensors=_HF_NEXT, gguf_tensors=_GGUF_NEXT),
 )
 QWEN3_5_FAMILY = replace(
@@ -216,10 +192,9 @@ QWEN3_5_FAMILY = replace(
     differs="recurrent layers, gated attention",
     hf_architectures=("Qwen3_5ForCausalLM",),
     gguf_architectures=("qwen35",),
-    gguf_defaults=_gguf_tiled_defaults,
     hf_defaults=_DEFAULTS,
     experts=None,
-    recurrent=Recurrent(_settings, hf_tensors=_HF_3_5, gguf_tensors=_GGUF_3_5),
+    recurrent=Recurrent(_settings, hf_tensors=_HF_3_5, gguf_tensors=_GGUF_3_5, gguf_tiled=True),
 )
 QWEN3_5_MOE_FAMILY = replace(
     QWEN3_5_FAMILY,
@@ -230,5 +205,5 @@ QWEN3_5_MOE_FAMILY = replace(
     gguf_architectures=("qwen35moe",),
     hf_defaults={**_DEFAULTS, "norm_topk_prob": True},
     hf_dense_size="moe_intermediate_size",  # no layer is dense
-    experts=_EXPERTS,
+    experts=qwen2_moe.FAMILY.experts,
 )
