@@ -326,6 +326,9 @@ std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& co
     const double both = std::min(kv / (1. - config.state_checkpoint_share), kMaxBytes);
     checkpoints = CheckpointsOf(static_cast<int64_t>(both), state, config);
   }
+  // A checkpoint belongs to a block of the full-attention group, in either of its pools.
+  const int64_t useful = blocks[0] + (HasWindow16(groups) ? blocks[groups.size()] : 0);
+  checkpoints = std::max(std::min(checkpoints, useful), DraftCheckpoints(config));
   blocks.insert(blocks.end(), {slots, checkpoints});
   return blocks;
 }

@@ -343,6 +343,14 @@ TEST_CASE("recurrent layers have working states, and checkpoints share the cache
   CHECK(PlanMemory(Model(), config, kFreeBytes, kCpu).num_checkpoints == 0);
 }
 
+TEST_CASE("there are no more checkpoints than blocks that they could follow") {
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  config.max_batch_size = 1;
+  config.session_len = 4 * config.cache_block_seq_len;
+  const std::vector<int64_t> blocks = PlanBlocks(RecurrentModel(), config, kFreeBytes, kCpu);
+  CHECK(blocks == std::vector<int64_t>{4, 1, 4});
+}
+
 TEST_CASE("without the prefix cache there are checkpoints for drafts only") {
   const ModelConfig model = RecurrentModel();
   EngineConfig config = Config(KvCacheMode::kFp4Nv);
