@@ -63,28 +63,28 @@ class DeltaStep {
       positions_.resize(positions_.size() + static_cast<size_t>(num_tokens));
       std::iota(positions_.end() - num_tokens, positions_.end(), 1);
     }
-    params_ = {.q = qkv_.data(),
-               .k = qkv_.data() + width,
-               .v = qkv_.data() + 2 * width,
-               .qkv_stride = 3 * width,
-               .b = gates_.data(),
-               .a = gates_.data() + shape.heads,
-               .gate_stride = int64_t{2} * shape.heads,
-               .decay = of_head_.data(),
-               .dt_bias = of_head_.data(),
-               .out = out_.data(),
-               .key_heads = shape.heads,
-               .value_heads = shape.heads,
-               .key_dim = shape.dim,
-               .value_dim = shape.dim,
-               .state = {{pool, static_cast<int64_t>(shape.state_bytes())}, {}},
-               .states = {.slots = slots_.data()},
-               .batch = {.num_seqs = num_seqs,
-                         .num_decode = num_tokens == 1 ? num_seqs : 0,
-                         .num_tokens = cu_seqlens_.back(),
-                         .cu_seqlens = cu_seqlens_.data(),
-                         .context_lens = context_lens_.data(),
-                         .positions = positions_.data()}};
+    params_ = {.heads = {.q = qkv_.data(),
+                         .k = qkv_.data() + width,
+                         .v = qkv_.data() + 2 * width,
+                         .qkv_stride = 3 * width,
+                         .a = gates_.data() + shape.heads,
+                         .gate_stride = int64_t{2} * shape.heads,
+                         .decay = of_head_.data(),
+                         .dt_bias = of_head_.data(),
+                         .out = out_.data(),
+                         .key_heads = shape.heads,
+                         .value_heads = shape.heads,
+                         .key_dim = shape.dim,
+                         .value_dim = shape.dim,
+                         .state = {{pool, static_cast<int64_t>(shape.state_bytes())}, {}},
+                         .states = {.slots = slots_.data()},
+                         .batch = {.num_seqs = num_seqs,
+                                   .num_decode = num_tokens == 1 ? num_seqs : 0,
+                                   .num_tokens = cu_seqlens_.back(),
+                                   .cu_seqlens = cu_seqlens_.data(),
+                                   .context_lens = context_lens_.data(),
+                                   .positions = positions_.data()}},
+               .b = gates_.data()};
   }
 
   int num_layers() const { return num_layers_; }
@@ -93,7 +93,7 @@ class DeltaStep {
   // Computes the step for every layer.
   void Run() {
     for (int layer = 0; layer < num_layers_; ++layer) {
-      params_.state.working.data = pool_ + static_cast<size_t>(layer) * layer_bytes_;
+      params_.heads.state.working.data = pool_ + static_cast<size_t>(layer) * layer_bytes_;
       invokeGatedDelta(device_, params_);
     }
   }

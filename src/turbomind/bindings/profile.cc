@@ -30,6 +30,7 @@ constexpr EnumName<OpKind> kOpKinds[] = {{OpKind::kEmbed, "embed"},
                                          {OpKind::kDecodeAttention, "decode_attention"},
                                          {OpKind::kShortConvolution, "short_convolution"},
                                          {OpKind::kGatedDelta, "gated_delta"},
+                                         {OpKind::kSelectiveScan, "selective_scan"},
                                          {OpKind::kCopy, "copy"},
                                          {OpKind::kEngine, "engine"},
                                          {OpKind::kBetweenSteps, "between_steps"}};

@@ -15,7 +15,7 @@ struct RecurrentConfig {
   int key_dim = 0;
   int value_dim = 0;
   int kernel = 0;      // of the convolution
-  bool tiled = false;  // as in GatedDeltaParams
+  bool tiled = false;  // as in StateHeads
 
   bool Has(int layer) const { return !layers.empty() && layers[static_cast<size_t>(layer)] != 0; }
   bool HasAny() const { return NumLayers() > 0; }

@@ -66,6 +66,7 @@ struct VectorSlot {
   VectorWeight* target = nullptr;  // null for the bias of a part, see JoinBiases
   int64_t size = 0;
   bool required = true;
+  int repeats = 1;  // of the values in the target
   std::vector<float> values = {};
 };
 
@@ -159,7 +160,7 @@ struct WeightsBuilder::Impl {
     Vector(prefix + "convolution", layer.convolution, shape.kernel * shape.Channels());
     Vector(prefix + "decay", layer.decay, heads);
     Vector(prefix + "dt_bias", layer.dt_bias, heads);
-    Vector(prefix + "norm", layer.norm, shape.value_dim);
+    vectors[prefix + "norm"] = {&layer.norm, shape.value_dim, true, shape.num_value_heads};
     Linear(layer.output, shape.ValueSize(), {{prefix + "o", config.hidden_size}});
   }
 
@@ -256,7 +257,10 @@ struct WeightsBuilder::Impl {
     JoinBiases(uploads);
     for (auto& [name, slot] : vectors) {
       if (slot.target != nullptr && !slot.values.empty()) {
-        uploads.push_back({slot.target, std::move(slot.values)});
+        VectorUpload& upload = uploads.emplace_back(slot.target);
+        for (int i = 0; i < slot.repeats; ++i) {
+          upload.values.insert(upload.values.end(), slot.values.begin(), slot.values.end());
+        }
       }
     }
     std::vector<float> all;

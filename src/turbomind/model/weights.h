@@ -60,7 +60,7 @@ struct RecurrentWeights {
   VectorWeight convolution;  // [kernel, channels]
   VectorWeight decay;        // [value_heads]
   VectorWeight dt_bias;      // [value_heads]
-  VectorWeight norm;         // [value_dim]
+  VectorWeight norm;         // [value_size]: the weight of one head for each of them
   LinearWeight output;       // [hidden, value_size]
 };
 

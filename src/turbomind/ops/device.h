@@ -92,6 +92,7 @@ class Device : public DeviceMemory {
   // The ops of recurrent layers. REQUIRES: capability().has_recurrent_layers.
   virtual void ShortConvolution(const ShortConvolutionParams& params) = 0;
   virtual void GatedDelta(const GatedDeltaParams& params) = 0;
+  virtual void SelectiveScan(const SelectiveScanParams& params) = 0;
   virtual void GatedNorm(const GatedNormParams& params) = 0;
   virtual void SigmoidGate(const SigmoidGateParams& params) = 0;
   // Returns false and writes nothing if the host must read the logits and compute the argmax.

@@ -73,6 +73,7 @@ class ForwardingDevice : public Device {
     device_->ShortConvolution(params);
   }
   void GatedDelta(const GatedDeltaParams& params) override { device_->GatedDelta(params); }
+  void SelectiveScan(const SelectiveScanParams& params) override { device_->SelectiveScan(params); }
   void GatedNorm(const GatedNormParams& params) override { device_->GatedNorm(params); }
   void SigmoidGate(const SigmoidGateParams& params) override { device_->SigmoidGate(params); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }

@@ -53,6 +53,23 @@ bool Overlap(const float* a, int64_t size_a, const float* b, int64_t size_b) {
 
 bool IsStateDim(int dim) { return dim > 0 && dim % 16 == 0 && dim <= kMaxStateDim; }
 
+void CheckHeads(const StateHeads& p) {
+  CheckBatch(p.batch);
+  Check(p.q != nullptr && p.k != nullptr && p.v != nullptr && p.out != nullptr,
+        "q, k, v and out must be set");
+  Check(p.a != nullptr && p.decay != nullptr && p.dt_bias != nullptr,
+        "a, decay and dt_bias must be set");
+  Check(p.key_heads > 0 && p.value_heads > 0 && p.value_heads % p.key_heads == 0,
+        "value_heads must be a multiple of key_heads");
+  Check(IsStateDim(p.key_dim) && IsStateDim(p.value_dim),
+        "key_dim and value_dim must be multiples of 16 and at most 256");
+  Check(p.qkv_stride >= int64_t{p.key_heads} * p.key_dim &&
+            p.qkv_stride >= int64_t{p.value_heads} * p.value_dim,
+        "qkv_stride must cover the heads");
+  Check(p.gate_stride >= p.value_heads, "gate_stride must be at least value_heads");
+  CheckStates(p.batch, p.states, p.state, int64_t{p.value_heads} * p.key_dim * p.value_dim);
+}
+
 }  // namespace
 
 void invokeShortConvolution(Device& device, const ShortConvolutionParams& params) {
@@ -63,29 +80,25 @@ void invokeShortConvolution(Device& device, const ShortConvolutionParams& params
   Check(p.x_stride >= p.channels, "x_stride must be at least channels");
   Check(p.kernel >= 2 && p.kernel <= kMaxConvolutionKernel, "kernel must be from 2 to 8");
   const int64_t last = p.batch.num_tokens - 1;
-  Check(!Overlap(p.x, last * p.x_stride + p.channels, p.out, (last + 1) * p.channels),
-        "out must not overlap x");
+  for (const float* in : {p.x, p.in_gate, p.out_gate}) {
+    Check(in == nullptr ||
+              !Overlap(in, last * p.x_stride + p.channels, p.out, (last + 1) * p.channels),
+          "out must not overlap x or a gate");
+  }
   CheckStates(p.batch, p.states, p.state, int64_t{p.kernel - 1} * p.channels);
   device.ShortConvolution(p);
 }
 
 void invokeGatedDelta(Device& device, const GatedDeltaParams& params) {
-  const GatedDeltaParams& p = params;
-  CheckBatch(p.batch);
-  Check(p.q != nullptr && p.k != nullptr && p.v != nullptr && p.out != nullptr,
-        "q, k, v and out must be set");
-  Check(p.b != nullptr && p.a != nullptr && p.decay != nullptr && p.dt_bias != nullptr,
-        "b, a, decay and dt_bias must be set");
-  Check(p.key_heads > 0 && p.value_heads > 0 && p.value_heads % p.key_heads == 0,
-        "value_heads must be a multiple of key_heads");
-  Check(IsStateDim(p.key_dim) && IsStateDim(p.value_dim),
-        "key_dim and value_dim must be multiples of 16 and at most 256");
-  Check(p.qkv_stride >= int64_t{p.key_heads} * p.key_dim &&
-            p.qkv_stride >= int64_t{p.value_heads} * p.value_dim,
-        "qkv_stride must cover the heads");
-  Check(p.gate_stride >= p.value_heads, "gate_stride must be at least value_heads");
-  CheckStates(p.batch, p.states, p.state, int64_t{p.value_heads} * p.key_dim * p.value_dim);
-  device.GatedDelta(p);
+  CheckHeads(params.heads);
+  Check(params.b != nullptr, "b must be set");
+  device.GatedDelta(params);
+}
+
+void invokeSelectiveScan(Device& device, const SelectiveScanParams& params) {
+  CheckHeads(params.heads);
+  Check(params.skip != nullptr, "skip must be set");
+  device.SelectiveScan(params);
 }
 
 }  // namespace turbomind

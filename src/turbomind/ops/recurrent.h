@@ -9,5 +9,6 @@ namespace turbomind {
 
 void invokeShortConvolution(Device& device, const ShortConvolutionParams& params);
 void invokeGatedDelta(Device& device, const GatedDeltaParams& params);
+void invokeSelectiveScan(Device& device, const SelectiveScanParams& params);
 
 }  // namespace turbomind

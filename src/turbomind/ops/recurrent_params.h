@@ -43,11 +43,15 @@ struct StatePair {
 };
 
 // Convolves every channel with the last `kernel` inputs of its sequence, its own included:
-//   out[t, c] = f(sum over j of weight[j, c] * x[t - (kernel - 1) + j, c] + bias[c])
+//   in[t, c] = x[t, c] * in_gate[t, c]
+//   out[t, c] = f(sum over j of weight[j, c] * in[t - (kernel - 1) + j, c] + bias[c]) * out_gate[t,
+//   c]
 // where f is SiLU, or the identity. Inputs before the first position are zero. `out` must not
-// overlap `x`. The state holds the last kernel - 1 inputs, the oldest first.
+// overlap what is read. The state holds the last kernel - 1 of `in`, the oldest first.
 struct ShortConvolutionParams {
-  const float* x = nullptr;  // [num_tokens, channels], rows x_stride floats apart
+  const float* x = nullptr;         // [num_tokens, channels], rows x_stride floats apart
+  const float* in_gate = nullptr;   // same, or null: no factor
+  const float* out_gate = nullptr;  // same
   int64_t x_stride = 0;
   const float* weight = nullptr;  // [kernel, channels]
   const float* bias = nullptr;    // [channels] or null
@@ -63,19 +67,15 @@ struct ShortConvolutionParams {
 inline constexpr int kMaxConvolutionKernel = 8;
 inline constexpr int kMaxStateDim = 256;  // of the matrix of a head
 
-// Gated delta rule (Qwen3-Next, Qwen3.5). Value head h reads q and k of key head KeyHead(h). For
-// each token, with the head's state S:
-//   q' = q / sqrt(|q|² + 1e-6) / sqrt(key_dim),  k' = k / sqrt(|k|² + 1e-6)
-//   S = exp(-decay[h] * softplus(a[h] + dt_bias[h])) * S
-//   S += k' ⊗ (sigmoid(b[h]) * (v[h] - Sᵀ k'))
-//   out[h] = Sᵀ q'
-struct GatedDeltaParams {
+// What a step needs of the matrix states of heads, whatever the rule that updates them. A value
+// head has a state S of [key_dim, value_dim]. It reads q and k of key head KeyHead(h), and a factor
+// of the old state for each token.
+struct StateHeads {
   const float* q = nullptr;  // [num_tokens, key_heads, key_dim], rows qkv_stride floats apart
   const float* k = nullptr;  // same
   const float* v = nullptr;  // [num_tokens, value_heads, value_dim], rows qkv_stride floats apart
   int64_t qkv_stride = 0;
-  const float* b = nullptr;  // [num_tokens, value_heads], rows gate_stride floats apart
-  const float* a = nullptr;  // same
+  const float* a = nullptr;  // [num_tokens, value_heads], rows gate_stride floats apart
   int64_t gate_stride = 0;
   const float* decay = nullptr;    // [value_heads] exp(A_log)
   const float* dt_bias = nullptr;  // [value_heads]
@@ -87,26 +87,46 @@ struct GatedDeltaParams {
   bool tiled = false;   // the value heads of a key head are not adjacent: GGUF
   StatePair state;      // [value_heads, key_dim, value_dim]
   StateBatch states;
-  BatchView batch;
+  BatchView batch;  // block tables are not read
 
   TM_HD int KeyHead(int value_head) const {
     return tiled ? value_head % key_heads : value_head / (value_heads / key_heads);
   }
 };
 
+// Gated delta rule (Qwen3-Next, Qwen3.5). For each token:
+//   q' = q / sqrt(|q|² + 1e-6) / sqrt(key_dim),  k' = k / sqrt(|k|² + 1e-6)
+//   S = exp(-decay[h] * softplus(a[h] + dt_bias[h])) * S
+//   S += k' ⊗ (sigmoid(b[h]) * (v[h] - Sᵀ k'))
+//   out[h] = Sᵀ q'
+struct GatedDeltaParams {
+  StateHeads heads;
+  const float* b = nullptr;  // [num_tokens, value_heads], rows gate_stride floats apart
+};
+
+// Selective scan of Mamba-2, whose C, B and x are q, k and v. For each token:
+//   dt = softplus(a[h] + dt_bias[h])
+//   S = exp(-decay[h] * dt) * S + k ⊗ (dt * v[h])
+//   out[h] = Sᵀ q + skip[h] * v[h]
+struct SelectiveScanParams {
+  StateHeads heads;
+  const float* skip = nullptr;  // [value_heads]
+};
+
 // Normalizes runs of `group` values and multiplies with a gate:
-//   out = x / sqrt(mean(x²) + eps) * weight * silu(z)
-// `out` may be `x`.
+//   out = norm(x) * silu(z), or norm(x * silu(z)) if the gate is first
+// where norm(x) = x / sqrt(mean(x²) + eps) * weight, or x without a weight. `out` may be `x`.
 struct GatedNormParams {
   const float* x = nullptr;  // [num_rows, dim]
   const float* z = nullptr;  // [num_rows, dim], rows z_stride floats apart
   int64_t z_stride = 0;
-  const float* weight = nullptr;  // [group], the same for every run
+  const float* weight = nullptr;  // [dim] or null
   float* out = nullptr;           // [num_rows, dim]
   int num_rows = 0;
   int dim = 0;
   int group = 0;  // divides dim
   float eps = 1e-6f;
+  bool gate_first = false;
 };
 
 // Computes x = x * sigmoid(gate).

@@ -95,6 +95,14 @@ int64_t StateBytes(const BatchView& batch, const StateBatch& states, int64_t num
   return count * num_values * kFloat;
 }
 
+OpCost HeadsCost(const StateHeads& p) {
+  const int64_t state = int64_t{p.value_heads} * p.key_dim * p.value_dim;
+  const int64_t token = 2 * int64_t{p.key_heads} * p.key_dim +
+                        int64_t{p.value_heads} * (2 * int64_t{p.value_dim} + 1);
+  return {.kv_bytes = StateBytes(p.batch, p.states, state),
+          .activation_bytes = (p.batch.num_tokens * token + 2 * p.value_heads) * kFloat};
+}
+
 }  // namespace
 
 void OpCost::Add(const OpCost& other) {
@@ -194,20 +202,26 @@ OpCost DecodeCost(const AttentionParams& p) { return AttentionCost(p, 0, p.batch
 
 OpCost CostOf(const ShortConvolutionParams& p) {
   const int64_t weights = p.kernel + (p.bias != nullptr ? 1 : 0);
+  const int rows = 2 + (p.in_gate != nullptr ? 1 : 0) + (p.out_gate != nullptr ? 1 : 0);
   return {.kv_bytes = StateBytes(p.batch, p.states, int64_t{p.kernel - 1} * p.channels),
-          .activation_bytes = (2 * int64_t{p.batch.num_tokens} + weights) * p.channels * kFloat};
+          .activation_bytes = (rows * int64_t{p.batch.num_tokens} + weights) * p.channels * kFloat};
 }
 
 OpCost CostOf(const GatedDeltaParams& p) {
-  const int64_t state = int64_t{p.value_heads} * p.key_dim * p.value_dim;
-  const int64_t token = 2 * int64_t{p.key_heads} * p.key_dim +
-                        2 * int64_t{p.value_heads} * (int64_t{p.value_dim} + 1);
-  return {.kv_bytes = StateBytes(p.batch, p.states, state),
-          .activation_bytes = (p.batch.num_tokens * token + 2 * p.value_heads) * kFloat};
+  OpCost cost = HeadsCost(p.heads);
+  cost.activation_bytes += int64_t{p.heads.batch.num_tokens} * p.heads.value_heads * kFloat;  // b
+  return cost;
+}
+
+OpCost CostOf(const SelectiveScanParams& p) {
+  OpCost cost = HeadsCost(p.heads);
+  cost.activation_bytes += p.heads.value_heads * kFloat;  // skip
+  return cost;
 }
 
 OpCost CostOf(const GatedNormParams& p) {
-  return {.activation_bytes = (3 * int64_t{p.num_rows} * p.dim + p.group) * kFloat};
+  const int64_t rows = 3 * int64_t{p.num_rows} + (p.weight != nullptr ? 1 : 0);
+  return {.activation_bytes = rows * p.dim * kFloat};
 }
 
 OpCost CostOf(const SigmoidGateParams& p) { return {.activation_bytes = 3 * p.count * kFloat}; }

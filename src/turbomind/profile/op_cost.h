@@ -40,6 +40,7 @@ OpCost DecodeCost(const AttentionParams& params);
 // A state is read unless the step begins its sequence. It is written once, and once for each save.
 OpCost CostOf(const ShortConvolutionParams& params);
 OpCost CostOf(const GatedDeltaParams& params);
+OpCost CostOf(const SelectiveScanParams& params);
 OpCost CostOf(const GatedNormParams& params);
 OpCost CostOf(const SigmoidGateParams& params);
 OpCost CopyCost(size_t num_bytes);

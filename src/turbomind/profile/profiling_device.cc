@@ -250,6 +250,10 @@ void ProfilingDevice::GatedDelta(const GatedDeltaParams& params) {
   Run(Key(OpKind::kGatedDelta), CostOf(params), [&] { inner().GatedDelta(params); });
 }
 
+void ProfilingDevice::SelectiveScan(const SelectiveScanParams& params) {
+  Run(Key(OpKind::kSelectiveScan), CostOf(params), [&] { inner().SelectiveScan(params); });
+}
+
 void ProfilingDevice::GatedNorm(const GatedNormParams& params) {
   Run(Key(OpKind::kNorm), CostOf(params), [&] { inner().GatedNorm(params); });
 }

@@ -28,6 +28,7 @@ enum class OpKind : uint8_t {
   kDecodeAttention,
   kShortConvolution,
   kGatedDelta,
+  kSelectiveScan,
   kCopy,
   kEngine,        // between two ops of a step: RoPE tables, grouping of experts, sampling, ...
   kBetweenSteps,  // from the last op of a step to the next step: outputs, planning, waiting
@@ -106,6 +107,7 @@ class ProfilingDevice final : public ForwardingDevice {
   void DecodeAttention(const AttentionParams& params) override;
   void ShortConvolution(const ShortConvolutionParams& params) override;
   void GatedDelta(const GatedDeltaParams& params) override;
+  void SelectiveScan(const SelectiveScanParams& params) override;
   void GatedNorm(const GatedNormParams& params) override;
   void SigmoidGate(const SigmoidGateParams& params) override;
 

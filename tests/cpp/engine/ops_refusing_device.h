@@ -34,6 +34,7 @@ class OpsRefusingDevice : public Device {
   void DecodeAttention(const AttentionParams&) override { Refuse(); }
   void ShortConvolution(const ShortConvolutionParams&) override { Refuse(); }
   void GatedDelta(const GatedDeltaParams&) override { Refuse(); }
+  void SelectiveScan(const SelectiveScanParams&) override { Refuse(); }
   void GatedNorm(const GatedNormParams&) override { Refuse(); }
   void SigmoidGate(const SigmoidGateParams&) override { Refuse(); }
 

@@ -302,24 +302,24 @@ struct DeltaOp {
 
   void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
               const RecurrentStep& step) const {
-    invokeGatedDelta(device, {.q = arrays.qkv.data(),
-                              .k = arrays.qkv.data() + keys(),
-                              .v = arrays.qkv.data() + 2 * keys(),
-                              .qkv_stride = qkv_size() + kPad,
-                              .b = arrays.gates.data(),
-                              .a = arrays.gates.data() + value_heads,
-                              .gate_stride = 2 * value_heads + kPad,
-                              .decay = arrays.decay.data(),
-                              .dt_bias = arrays.dt_bias.data(),
-                              .out = arrays.out.data(),
-                              .key_heads = key_heads,
-                              .value_heads = value_heads,
-                              .key_dim = key_dim,
-                              .value_dim = value_dim,
-                              .tiled = tiled,
-                              .state = pools,
-                              .states = step.states(),
-                              .batch = step.batch()});
+    invokeGatedDelta(device, {.heads = {.q = arrays.qkv.data(),
+                                        .k = arrays.qkv.data() + keys(),
+                                        .v = arrays.qkv.data() + 2 * keys(),
+                                        .qkv_stride = qkv_size() + kPad,
+                                        .a = arrays.gates.data() + value_heads,
+                                        .gate_stride = 2 * value_heads + kPad,
+                                        .decay = arrays.decay.data(),
+                                        .dt_bias = arrays.dt_bias.data(),
+                                        .out = arrays.out.data(),
+                                        .key_heads = key_heads,
+                                        .value_heads = value_heads,
+                                        .key_dim = key_dim,
+                                        .value_dim = value_dim,
+                                        .tiled = tiled,
+                                        .state = pools,
+                                        .states = step.states(),
+                                        .batch = step.batch()},
+                              .b = arrays.gates.data()});
   }
 
   static std::vector<double> Normalized(const float* x, int size, double divisor) {

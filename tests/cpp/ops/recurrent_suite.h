@@ -208,7 +208,7 @@ TEST_CASE_FIXTURE(DeviceSuite, "gated norms of runs of a row" * doctest::test_su
     GatedNormParams p = {.z_stride = dim + 3, .num_rows = num_rows, .dim = dim, .group = group};
     const Floats x = Normal(int64_t{num_rows} * dim, 1, 3.f);
     const Floats z = Normal(num_rows * p.z_stride, 2, 4.f);
-    const Floats weight = RandomVector(group, 3);
+    const Floats weight = RandomVector(dim, 3);
     std::vector<Exact> want;
     for (int64_t i = 0; i < std::ssize(x); ++i) {
       const auto* run = x.data() + i / group * group;
@@ -218,7 +218,7 @@ TEST_CASE_FIXTURE(DeviceSuite, "gated norms of runs of a row" * doctest::test_su
       }
       const double gate = z[static_cast<size_t>(i / dim * p.z_stride + i % dim)];
       const double value = x[static_cast<size_t>(i)] / std::sqrt(squares / group + double{p.eps}) *
-                           weight[static_cast<size_t>(i % group)] * gate * Sigmoid(gate);
+                           weight[static_cast<size_t>(i % dim)] * gate * Sigmoid(gate);
       want.push_back({value, 2 * relative() * std::abs(value) + kTiny});
     }
     CAPTURE(dim);

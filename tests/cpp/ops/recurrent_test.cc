@@ -24,6 +24,7 @@ class CountingDevice : public OpsRefusingDevice {
   void Release(void*, size_t) override {}
   void ShortConvolution(const ShortConvolutionParams&) override { ++calls; }
   void GatedDelta(const GatedDeltaParams&) override { ++calls; }
+  void SelectiveScan(const SelectiveScanParams&) override { ++calls; }
 
   int calls = 0;
 };
@@ -44,46 +45,51 @@ struct Arguments {
                    .state = {pool, pool},
                    .states = step.states(),
                    .batch = step.batch()};
-    delta = {.q = floats,
-             .k = floats,
-             .v = floats,
-             .qkv_stride = 64,
-             .b = floats,
-             .a = floats,
-             .gate_stride = 2,
-             .decay = floats,
-             .dt_bias = floats,
-             .out = other,
-             .key_heads = 1,
-             .value_heads = 2,
-             .key_dim = 64,
-             .value_dim = 32,
-             .state = {pool, pool},
-             .states = step.states(),
-             .batch = step.batch()};
+    delta = {.heads = {.q = floats,
+                       .k = floats,
+                       .v = floats,
+                       .qkv_stride = 64,
+                       .a = floats,
+                       .gate_stride = 2,
+                       .decay = floats,
+                       .dt_bias = floats,
+                       .out = other,
+                       .key_heads = 1,
+                       .value_heads = 2,
+                       .key_dim = 64,
+                       .value_dim = 32,
+                       .state = {pool, pool},
+                       .states = step.states(),
+                       .batch = step.batch()},
+             .b = floats};
+    scan = {.heads = delta.heads, .skip = floats};
   }
 
   alignas(64) std::array<std::byte, 1 << 14> bytes = {};
   RecurrentStep step;
   ShortConvolutionParams convolution;
   GatedDeltaParams delta;
+  SelectiveScanParams scan;
   CountingDevice device;
 };
 
+// Checks that the convolution, or both rules of heads, refuse the changed arguments.
 void CheckRefused(const std::string& text, const std::function<void(Arguments&)>& change,
-                  bool of_convolution, bool of_delta) {
-  Arguments arguments;
+                  bool of_convolution, bool of_heads) {
+  Arguments a;
   CAPTURE(text);
-  change(arguments);
+  change(a);
+  const auto refused = [&](const auto& invoke, const auto& params) {
+    CHECK_THROWS_WITH_AS(invoke(a.device, params), doctest::Contains(text.c_str()), InternalError);
+  };
   if (of_convolution) {
-    CHECK_THROWS_WITH_AS(invokeShortConvolution(arguments.device, arguments.convolution),
-                         doctest::Contains(text.c_str()), InternalError);
+    refused(invokeShortConvolution, a.convolution);
   }
-  if (of_delta) {
-    CHECK_THROWS_WITH_AS(invokeGatedDelta(arguments.device, arguments.delta),
-                         doctest::Contains(text.c_str()), InternalError);
+  if (of_heads) {
+    refused(invokeGatedDelta, a.delta);
+    refused(invokeSelectiveScan, a.scan);
   }
-  CHECK(arguments.device.calls == 0);
+  CHECK(a.device.calls == 0);
 }
 
 }  // namespace
@@ -91,12 +97,15 @@ void CheckRefused(const std::string& text, const std::function<void(Arguments&)>
 TEST_CASE("correct arguments of recurrent layers reach the device") {
   Arguments arguments;
   invokeShortConvolution(arguments.device, arguments.convolution);
+  arguments.convolution.in_gate = arguments.convolution.out_gate = arguments.convolution.x;
+  invokeShortConvolution(arguments.device, arguments.convolution);
   invokeGatedDelta(arguments.device, arguments.delta);
-  arguments.delta.states.num_saves = 0;
-  arguments.delta.states.saves = nullptr;
-  arguments.delta.state.checkpoints = {};
+  invokeSelectiveScan(arguments.device, arguments.scan);
+  arguments.delta.heads.states.num_saves = 0;
+  arguments.delta.heads.states.saves = nullptr;
+  arguments.delta.heads.state.checkpoints = {};
   invokeGatedDelta(arguments.device, arguments.delta);
-  CHECK(arguments.device.calls == 3);
+  CHECK(arguments.device.calls == 5);
 }
 
 TEST_CASE("slots and saves that cannot be are refused") {
@@ -131,28 +140,41 @@ TEST_CASE("shapes that the kernels do not have are refused") {
   convolution("must not overlap", [](Convolution& p) { p.out = const_cast<float*>(p.x); });
   convolution("must not overlap", [](Convolution& p) { p.out = const_cast<float*>(p.x) + 75; });
   convolution("must not overlap", [](Convolution& p) { p.x = p.out + 63; });
+  convolution("must not overlap", [](Convolution& p) { p.in_gate = p.out + 63; });
+  convolution("must not overlap", [](Convolution& p) { p.out_gate = p.out - 75; });
   convolution("x, weight and out", [](Convolution& p) { p.weight = nullptr; });
   convolution("pools of states", [](Convolution& p) { p.state.working.data = nullptr; });
   convolution("pools of states", [](Convolution& p) { p.state.checkpoints.data = nullptr; });
   convolution("slot_bytes", [](Convolution& p) { p.state.working.slot_bytes = 128; });
   convolution("slot_bytes", [](Convolution& p) { p.state.checkpoints.slot_bytes = 1000; });
 
-  const auto delta = [](const std::string& text, const auto& change) {
-    CheckRefused(
-        text, [&](Arguments& a) { change(a.delta); }, false, true);
+  using Heads = StateHeads;
+  const auto heads = [](const std::string& text, const std::function<void(Heads&)>& change) {
+    const auto both = [&](Arguments& a) {
+      change(a.delta.heads);
+      change(a.scan.heads);
+    };
+    CheckRefused(text, both, false, true);
   };
-  using Delta = GatedDeltaParams;
   for (const int dim : {0, -16, 24, 272}) {
-    delta("key_dim and value_dim", [&](Delta& p) { p.key_dim = dim; });
-    delta("key_dim and value_dim", [&](Delta& p) { p.value_dim = dim; });
+    heads("key_dim and value_dim", [&](Heads& p) { p.key_dim = dim; });
+    heads("key_dim and value_dim", [&](Heads& p) { p.value_dim = dim; });
   }
-  for (const int heads : {0, -1, 3}) {
-    delta("value_heads must be", [&](Delta& p) { p.key_heads = heads; });
+  for (const int key_heads : {0, -1, 3}) {
+    heads("value_heads must be", [&](Heads& p) { p.key_heads = key_heads; });
   }
-  delta("value_heads must be", [](Delta& p) { p.value_heads = 0; });
-  delta("qkv_stride", [](Delta& p) { p.qkv_stride = 63; });
-  delta("gate_stride", [](Delta& p) { p.gate_stride = 1; });
-  delta("q, k, v and out", [](Delta& p) { p.v = nullptr; });
-  delta("b, a, decay and dt_bias", [](Delta& p) { p.dt_bias = nullptr; });
-  delta("slot_bytes", [](Delta& p) { p.state.working.slot_bytes = (1 << 14) - 64; });
+  heads("value_heads must be", [](Heads& p) { p.value_heads = 0; });
+  heads("qkv_stride", [](Heads& p) { p.qkv_stride = 63; });
+  heads("gate_stride", [](Heads& p) { p.gate_stride = 1; });
+  heads("q, k, v and out", [](Heads& p) { p.v = nullptr; });
+  heads("a, decay and dt_bias", [](Heads& p) { p.dt_bias = nullptr; });
+  heads("slot_bytes", [](Heads& p) { p.state.working.slot_bytes = (1 << 14) - 64; });
+
+  Arguments arguments;
+  CHECK_THROWS_WITH_AS(
+      invokeGatedDelta(arguments.device, {.heads = arguments.delta.heads, .b = nullptr}),
+      doctest::Contains("b must be set"), InternalError);
+  CHECK_THROWS_WITH_AS(
+      invokeSelectiveScan(arguments.device, {.heads = arguments.scan.heads, .skip = nullptr}),
+      doctest::Contains("skip must be set"), InternalError);
 }

@@ -183,30 +183,39 @@ TEST_CASE("ops write new rows and quantized blocks in the format of their pool")
 TEST_CASE("recurrent layers read a state that exists, and write it once more for each save") {
   const Batch batch;
   GatedDeltaParams delta;
-  delta.key_heads = 2;
-  delta.value_heads = 4;
-  delta.key_dim = 32;
-  delta.value_dim = 16;
-  delta.batch = batch.Params(KvCacheMode::kNone).batch;
+  delta.heads.key_heads = 2;
+  delta.heads.value_heads = 4;
+  delta.heads.key_dim = 32;
+  delta.heads.value_dim = 16;
+  delta.heads.batch = batch.Params(KvCacheMode::kNone).batch;
   constexpr int64_t kState = 4 * 4 * 32 * 16;
   CHECK(CostOf(delta).kv_bytes == 4 * kState);
   CHECK(CostOf(delta).activation_bytes == 4 * (41 * (2 * 2 * 32 + 2 * 4 * 16 + 2 * 4) + 2 * 4));
-  delta.states.num_saves = 3;
+  delta.heads.states.num_saves = 3;
   CHECK(CostOf(delta).kv_bytes == 7 * kState);
   Batch fresh;
   fresh.context_lens = {300, 40};  // the prompt begins in this step
-  delta.batch = fresh.Params(KvCacheMode::kNone).batch;
+  delta.heads.batch = fresh.Params(KvCacheMode::kNone).batch;
   CHECK(CostOf(delta).kv_bytes == 6 * kState);
+  const SelectiveScanParams scan = {.heads = delta.heads};
+  CHECK(CostOf(scan).kv_bytes == 6 * kState);
+  CHECK(CostOf(scan).activation_bytes == 4 * (41 * (2 * 2 * 32 + 2 * 4 * 16 + 4) + 3 * 4));
 
   const float bias = 0;
   ShortConvolutionParams convolution;
   convolution.bias = &bias;
   convolution.channels = 32;
   convolution.kernel = 4;
-  convolution.batch = delta.batch;
+  convolution.batch = delta.heads.batch;
   CHECK(CostOf(convolution).kv_bytes == 3 * 4 * 3 * 32);
   CHECK(CostOf(convolution).activation_bytes == 4 * 32 * (2 * 41 + 4 + 1));
-  const GatedNormParams norm = {.num_rows = 5, .dim = 64, .group = 16};
-  CHECK(CostOf(norm).activation_bytes == 4 * (3 * 5 * 64 + 16));
+  convolution.in_gate = &bias;
+  CHECK(CostOf(convolution).activation_bytes == 4 * 32 * (3 * 41 + 4 + 1));
+  convolution.out_gate = &bias;
+  CHECK(CostOf(convolution).activation_bytes == 4 * 32 * (4 * 41 + 4 + 1));
+  GatedNormParams norm = {.num_rows = 5, .dim = 64, .group = 16};
+  CHECK(CostOf(norm).activation_bytes == 4 * 3 * 5 * 64);
+  norm.weight = &bias;
+  CHECK(CostOf(norm).activation_bytes == 4 * (3 * 5 + 1) * 64);
   CHECK(CostOf(SigmoidGateParams{.count = 10}).activation_bytes == 120);
 }

@@ -40,6 +40,7 @@ class SlowLinear : public NullDevice {
   void DecodeAttention(const AttentionParams&) override {}
   void ShortConvolution(const ShortConvolutionParams&) override {}
   void GatedDelta(const GatedDeltaParams&) override {}
+  void SelectiveScan(const SelectiveScanParams&) override {}
   void GatedNorm(const GatedNormParams&) override {}
   void SigmoidGate(const SigmoidGateParams&) override {}
 };
@@ -125,13 +126,15 @@ TEST_CASE("ops of recurrent layers have records, or those of similar ops") {
   f.device.ShortConvolution({});
   f.device.GatedDelta({});
   f.device.GatedDelta({});
+  f.device.SelectiveScan({});
   f.device.GatedNorm({.num_rows = 1, .dim = 16, .group = 16});
   f.device.SigmoidGate({.count = 8});
   const Profile profile = f.device.profile();
   REQUIRE(profile.size() == 1);
   CHECK(Find(profile[0], {.kind = OpKind::kShortConvolution}).calls == 1);
   CHECK(Find(profile[0], {.kind = OpKind::kGatedDelta}).calls == 2);
-  CHECK(Find(profile[0], {.kind = OpKind::kNorm}).cost.activation_bytes == 4 * 4 * 16);
+  CHECK(Find(profile[0], {.kind = OpKind::kSelectiveScan}).calls == 1);
+  CHECK(Find(profile[0], {.kind = OpKind::kNorm}).cost.activation_bytes == 4 * 3 * 16);
   CHECK(Find(profile[0], {.kind = OpKind::kActivation}).cost.activation_bytes == 4 * 3 * 8);
 }
 

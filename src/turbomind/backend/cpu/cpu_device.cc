@@ -165,6 +165,9 @@ class CpuDevice final : public Device {
   void GatedDelta(const GatedDeltaParams& params) override {
     CpuGatedDelta(recurrent_, pool_, params);
   }
+  void SelectiveScan(const SelectiveScanParams& params) override {
+    CpuSelectiveScan(recurrent_, pool_, params);
+  }
   void GatedNorm(const GatedNormParams& params) override { CpuGatedNorm(dense_, pool_, params); }
   void SigmoidGate(const SigmoidGateParams& params) override {
     CpuSigmoidGate(dense_, pool_, params);

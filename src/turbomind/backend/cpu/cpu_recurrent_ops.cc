@@ -33,6 +33,26 @@ void ForItems(ThreadPool& pool, int64_t num_items, int64_t num_values, Fn fn) {
   }
 }
 
+// Calls fn(step, run) for runs of columns that cover the states of all heads and sequences.
+template <class Fn>
+void ForColumns(ThreadPool& pool, const StateHeads& p, Fn fn) {
+  constexpr int64_t kItemsWanted = 4;  // for every thread
+  const BatchView& batch = p.batch;
+  const int64_t heads = p.value_heads;
+  const int64_t groups = CeilDiv(p.value_dim, kMinColumnRun);
+  const int64_t wanted = CeilDiv(kItemsWanted * pool.num_threads(), batch.num_seqs * heads);
+  const int64_t columns = CeilDiv(groups, std::min(groups, wanted)) * kMinColumnRun;
+  const int64_t runs = CeilDiv(p.value_dim, columns);
+  const int64_t num_values = batch.num_tokens * heads * p.key_dim * p.value_dim;
+  ForItems(pool, batch.num_seqs * heads * runs, num_values, [&](int64_t item) {
+    const int64_t begin = item % runs * columns;
+    const auto end = std::min<int64_t>(p.value_dim, begin + columns);
+    fn(StepOf(batch, p.states, static_cast<int>(item / runs / heads)),
+       ColumnRun{static_cast<int>(item / runs % heads), static_cast<int>(begin),
+                 static_cast<int>(end)});
+  });
+}
+
 }  // namespace
 
 void CpuShortConvolution(const CpuRecurrentKernels& kernels, ThreadPool& pool,
@@ -49,20 +69,15 @@ void CpuShortConvolution(const CpuRecurrentKernels& kernels, ThreadPool& pool,
 
 void CpuGatedDelta(const CpuRecurrentKernels& kernels, ThreadPool& pool,
                    const GatedDeltaParams& params) {
-  constexpr int64_t kItemsWanted = 4;  // for every thread
-  const BatchView& batch = params.batch;
-  const int64_t heads = params.value_heads;
-  const int64_t groups = CeilDiv(params.value_dim, kMinColumnRun);
-  const int64_t wanted = CeilDiv(kItemsWanted * pool.num_threads(), batch.num_seqs * heads);
-  const int64_t columns = CeilDiv(groups, std::min(groups, wanted)) * kMinColumnRun;
-  const int64_t runs = CeilDiv(params.value_dim, columns);
-  const int64_t num_values = batch.num_tokens * heads * params.key_dim * params.value_dim;
-  ForItems(pool, batch.num_seqs * heads * runs, num_values, [&](int64_t item) {
-    const int64_t begin = item % runs * columns;
-    const auto end = std::min<int64_t>(params.value_dim, begin + columns);
-    kernels.gated_delta(
-        params, StepOf(batch, params.states, static_cast<int>(item / runs / heads)),
-        {static_cast<int>(item / runs % heads), static_cast<int>(begin), static_cast<int>(end)});
+  ForColumns(pool, params.heads, [&](const SequenceStep& step, const ColumnRun& run) {
+    kernels.gated_delta(params, step, run);
+  });
+}
+
+void CpuSelectiveScan(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                      const SelectiveScanParams& params) {
+  ForColumns(pool, params.heads, [&](const SequenceStep& step, const ColumnRun& run) {
+    kernels.selective_scan(params, step, run);
   });
 }
 

@@ -14,5 +14,7 @@ void CpuShortConvolution(const CpuRecurrentKernels& kernels, ThreadPool& pool,
                          const ShortConvolutionParams& params);
 void CpuGatedDelta(const CpuRecurrentKernels& kernels, ThreadPool& pool,
                    const GatedDeltaParams& params);
+void CpuSelectiveScan(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                      const SelectiveScanParams& params);
 
 }  // namespace turbomind

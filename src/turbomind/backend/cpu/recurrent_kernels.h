@@ -42,6 +42,8 @@ struct CpuRecurrentKernels {
                             const ChannelRun& run) = nullptr;
   void (*gated_delta)(const GatedDeltaParams& params, const SequenceStep& step,
                       const ColumnRun& run) = nullptr;
+  void (*selective_scan)(const SelectiveScanParams& params, const SequenceStep& step,
+                         const ColumnRun& run) = nullptr;
 };
 
 namespace scalar {

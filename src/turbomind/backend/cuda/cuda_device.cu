@@ -231,7 +231,10 @@ class CudaDevice final : public Device {
     CudaShortConvolution(context_, WithStates(params));
   }
   void GatedDelta(const GatedDeltaParams& params) override {
-    CudaGatedDelta(context_, WithStates(params));
+    CudaGatedDelta(context_, WithHeads(params));
+  }
+  void SelectiveScan(const SelectiveScanParams& params) override {
+    CudaSelectiveScan(context_, WithHeads(params));
   }
   void GatedNorm(const GatedNormParams& params) override { CudaGatedNorm(context_, params); }
   void SigmoidGate(const SigmoidGateParams& params) override { CudaSigmoidGate(context_, params); }
@@ -252,6 +255,12 @@ class CudaDevice final : public Device {
   Params WithStates(const Params& params) const {
     Params p = WithBatch(params);
     p.states = arrays_.OnGpu(params.states);
+    return p;
+  }
+  template <class Params>
+  Params WithHeads(const Params& params) const {
+    Params p = params;
+    p.heads = WithStates(params.heads);
     return p;
   }
 

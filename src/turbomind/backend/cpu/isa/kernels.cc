@@ -33,6 +33,7 @@ void FillKvKernels(CpuKvKernels& kernels) {
 void FillRecurrentKernels(CpuRecurrentKernels& kernels) {
   kernels.short_convolution = ShortConvolutionRun;
   kernels.gated_delta = GatedDeltaRun;
+  kernels.selective_scan = SelectiveScanRun;
 }
 
 }  // namespace turbomind::TM_ISA

@@ -3,11 +3,30 @@
 
 #include "turbomind/backend/cuda/recurrent/gated_delta.cuh"
 #include "turbomind/backend/cuda/recurrent/recurrent_ops.h"
+#include "turbomind/backend/cuda/recurrent/selective_scan.cuh"
 #include "turbomind/backend/cuda/recurrent/short_convolution.cuh"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
 
 namespace turbomind::cuda {
+namespace {
+
+// Calls launch(kWarps, shape) for the grid of HeadState.
+template <class F>
+void ForWarps(const StateHeads& heads, const F& launch) {
+  const auto with = [&]<int kWarps>(std::integral_constant<int, kWarps> warps) {
+    launch(warps, LaunchShape{.grid_x = int64_t{heads.batch.num_seqs} * heads.value_heads *
+                                        CeilDiv(heads.value_dim, 32),
+                              .threads = 32 * kWarps});
+  };
+  if (heads.key_dim <= kStateWarps * kStateRows) {
+    with(std::integral_constant<int, kStateWarps>());
+  } else {
+    with(std::integral_constant<int, 2 * kStateWarps>());
+  }
+}
+
+}  // namespace
 
 void CudaShortConvolution(const Context& ctx, const ShortConvolutionParams& params) {
   Launch(ShortConvolutionKernel,
@@ -17,19 +36,17 @@ void CudaShortConvolution(const Context& ctx, const ShortConvolutionParams& para
 }
 
 void CudaGatedDelta(const Context& ctx, const GatedDeltaParams& params) {
-  const int64_t heads = int64_t{params.batch.num_seqs} * params.value_heads;
-  const int64_t blocks = heads * CeilDiv(params.value_dim, 32);
-  const auto launch = [&]<int kWarps>(std::integral_constant<int, kWarps>) {
-    Launch(
-        GatedDeltaKernel<kWarps>,
-        {.grid_x = blocks, .threads = 32 * kWarps, .shared_bytes = 2 * sizeof(DeltaSums<kWarps>)},
-        ctx.stream, params);
-  };
-  if (params.key_dim <= kDeltaWarps * kDeltaRows) {
-    launch(std::integral_constant<int, kDeltaWarps>());
-  } else {
-    launch(std::integral_constant<int, 2 * kDeltaWarps>());
-  }
+  ForWarps(params.heads, [&]<int kWarps>(std::integral_constant<int, kWarps>, LaunchShape shape) {
+    shape.shared_bytes = 2 * sizeof(DeltaSums<kWarps>);
+    Launch(GatedDeltaKernel<kWarps>, shape, ctx.stream, params);
+  });
+}
+
+void CudaSelectiveScan(const Context& ctx, const SelectiveScanParams& params) {
+  ForWarps(params.heads, [&]<int kWarps>(std::integral_constant<int, kWarps>, LaunchShape shape) {
+    shape.shared_bytes = sizeof(float[kWarps][kWarps][32]);
+    Launch(SelectiveScanKernel<kWarps>, shape, ctx.stream, params);
+  });
 }
 
 void CudaGatedNorm(const Context& ctx, const GatedNormParams& params) {

@@ -11,6 +11,7 @@ namespace turbomind::cuda {
 
 void CudaShortConvolution(const Context& ctx, const ShortConvolutionParams& params);
 void CudaGatedDelta(const Context& ctx, const GatedDeltaParams& params);
+void CudaSelectiveScan(const Context& ctx, const SelectiveScanParams& params);
 void CudaGatedNorm(const Context& ctx, const GatedNormParams& params);
 void CudaSigmoidGate(const Context& ctx, const SigmoidGateParams& params);
 

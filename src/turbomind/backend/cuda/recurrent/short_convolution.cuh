@@ -32,8 +32,12 @@ __global__ void __launch_bounds__(32 * kConvolutionWarps)
     if (!has_channel || (t < 0 && step.is_first)) {
       return 0.f;
     }
-    return LoadGlobal(t < 0 ? state + int64_t{history + t} * p.channels + channel
-                            : p.x + (step.first_token + t) * p.x_stride + channel);
+    if (t < 0) {
+      return LoadGlobal(state + int64_t{history + t} * p.channels + channel);
+    }
+    const int64_t at = (step.first_token + t) * p.x_stride + channel;
+    const float x = LoadGlobal(p.x + at);
+    return p.in_gate == nullptr ? x : x * LoadGlobal(p.in_gate + at);
   };
   const float bias = p.bias != nullptr && has_channel ? LoadGlobal(p.bias + channel) : 0.f;
   float weight[kMaxConvolutionKernel];
@@ -52,8 +56,12 @@ __global__ void __launch_bounds__(32 * kConvolutionWarps)
       }
     }
     if (has_channel) {
-      StoreGlobal(p.out + (step.first_token + t) * p.channels + channel,
-                  p.silu ? sum * Sigmoid(sum) : sum);
+      const int64_t token = step.first_token + t;
+      float value = p.silu ? sum * Sigmoid(sum) : sum;
+      if (p.out_gate != nullptr) {
+        value *= LoadGlobal(p.out_gate + token * p.x_stride + channel);
+      }
+      StoreGlobal(p.out + token * p.channels + channel, value);
     }
   }
   const int64_t offset = int64_t{warp} * p.channels + channel;
@@ -72,7 +80,7 @@ __global__ void __launch_bounds__(32 * kConvolutionWarps)
 
 inline constexpr int kGatedNormWarps = 4;
 
-// A warp owns a run of `group` values. They are read twice.
+// A warp owns a run of `group` values. They are read twice if there is a norm.
 __global__ void __launch_bounds__(32 * kGatedNormWarps) GatedNormKernel(GatedNormParams p) {
   const int64_t run = int64_t{BlockIndexX()} * kGatedNormWarps + ThreadIndexX() / 32;
   const int lane = ThreadIndexX() & 31;
@@ -80,18 +88,27 @@ __global__ void __launch_bounds__(32 * kGatedNormWarps) GatedNormKernel(GatedNor
   if (run >= int64_t{p.num_rows} * runs) {
     return;
   }
+  const int first = static_cast<int>(run % runs) * p.group;
   const float* x = p.x + run * p.group;
-  const float* z = p.z + run / runs * p.z_stride + run % runs * p.group;
-  float squares = 0.f;
-  for (int i = lane; i < p.group; i += 32) {
-    const float value = LoadGlobal(x + i);
-    squares += value * value;
+  const float* z = p.z + run / runs * p.z_stride + first;
+  const auto gate = [&](int i) {
+    const float value = LoadGlobal(z + i);
+    return value * Sigmoid(value);
+  };
+  const auto input = [&](int i) { return LoadGlobal(x + i) * (p.gate_first ? gate(i) : 1.f); };
+  float scale = 1.f;
+  if (p.weight != nullptr) {
+    float squares = 0.f;
+    for (int i = lane; i < p.group; i += 32) {
+      const float value = input(i);
+      squares += value * value;
+    }
+    scale = 1.f / sqrtf(AddInWarp(squares) / static_cast<float>(p.group) + p.eps);
   }
-  const float scale = 1.f / sqrtf(AddInWarp(squares) / static_cast<float>(p.group) + p.eps);
   for (int i = lane; i < p.group; i += 32) {
-    const float gate = LoadGlobal(z + i);
-    StoreGlobal(p.out + run * p.group + i,
-                LoadGlobal(x + i) * scale * LoadGlobal(p.weight + i) * (gate * Sigmoid(gate)));
+    const float weight = p.weight != nullptr ? LoadGlobal(p.weight + first + i) : 1.f;
+    const float normed = input(i) * scale * weight;
+    StoreGlobal(p.out + run * p.group + i, p.gate_first ? normed : normed * gate(i));
   }
 }
 

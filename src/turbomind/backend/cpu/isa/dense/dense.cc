@@ -160,16 +160,31 @@ void NormRow(const NormParams& params, int64_t row) {
 }
 
 void GatedNormRow(const GatedNormParams& params, int64_t row) {
+  const float* x = params.x + row * params.dim;
   const float* z = params.z + row * params.z_stride;
+  float* out = params.out + row * params.dim;
+  if (params.gate_first || params.weight == nullptr) {
+    Map(
+        out, params.dim, [](F32x16 value, F32x16 gate) { return Mul(value, Silu(gate)); }, x, z);
+    x = out;
+  }
+  if (params.weight == nullptr) {
+    return;
+  }
   for (int first = 0; first < params.dim; first += params.group) {
-    const float* x = params.x + row * params.dim + first;
-    const float squares = SumLanes(x, params.group, [](float v) { return v * v; });
+    const float squares = SumLanes(x + first, params.group, [](float v) { return v * v; });
     const float count = static_cast<float>(params.group);
     const F32x16 scale = Set1(1.f / __builtin_sqrtf(squares / count + params.eps));
-    const auto normed = [&](F32x16 value, F32x16 weight, F32x16 gate) {
-      return Mul(Mul(Mul(value, scale), weight), Silu(gate));
-    };
-    Map(params.out + row * params.dim + first, params.group, normed, x, params.weight, z + first);
+    const auto normed = [&](F32x16 value, F32x16 weight) { return Mul(Mul(value, scale), weight); };
+    const float* weight = params.weight + first;
+    if (params.gate_first) {
+      Map(out + first, params.group, normed, x + first, weight);
+    } else {
+      const auto gated = [&](F32x16 value, F32x16 by, F32x16 gate) {
+        return Mul(normed(value, by), Silu(gate));
+      };
+      Map(out + first, params.group, gated, x + first, weight, z + first);
+    }
   }
 }
 

@@ -3,29 +3,20 @@
 //   delta = beta * (v - decay * Sᵀk')
 //   out   = decay * Sᵀq' + (q' · k') * delta
 //   S     = decay * S + k' ⊗ delta
-// Lanes are columns. A product adds its rows in ascending order, so no sum depends on the lanes of
-// a register. The norms of q and k multiply the products and delta instead of q and k.
+// The norms of q and k multiply the products and delta instead of q and k.
 //
 // One new token: the state is read from the pool in order and once more, from L2, when it is
 // updated. Several: a group of columns stays in L1, and the update of a token is fused with the
 // products of the next one.
 
 #include "turbomind/backend/cpu/isa/recurrent/recurrent.h"
-#include "turbomind/backend/cpu/isa/simd/simd.h"
-#include "turbomind/backend/cpu/isa/simd/simd_math.h"
+#include "turbomind/backend/cpu/isa/recurrent/state_columns.h"
 
 namespace turbomind::TM_ISA {
 namespace {
 
 constexpr float kNormEps = 1e-6f;
 constexpr int kRows = 16;  // of a state of 256 columns that L1 holds
-// Vectors of columns that are computed at once, at most 4. Their products and deltas stay in
-// registers.
-#if defined(TM_ISA_avx512)
-constexpr int kGroup = 4;
-#else
-constexpr int kGroup = 2;
-#endif
 
 // The factors of 16 tokens of a head.
 struct Factors {
@@ -36,24 +27,8 @@ struct Factors {
   float qk[kLanes];       // q' · k'
 };
 
-// What a head reads and writes.
-struct Head {
-  const GatedDeltaParams* params = nullptr;
-  int head = 0;
-  int first_token = 0;
-
-  TM_HD int64_t Row(int token) const { return int64_t{first_token} + token; }
-  TM_HD int64_t KeyColumn(int token) const {
-    return Row(token) * params->qkv_stride + int64_t{params->KeyHead(head)} * params->key_dim;
-  }
-  TM_HD const float* Q(int token) const { return params->q + KeyColumn(token); }
-  TM_HD const float* K(int token) const { return params->k + KeyColumn(token); }
-  TM_HD const float* V(int token) const {
-    return params->v + Row(token) * params->qkv_stride + int64_t{head} * params->value_dim;
-  }
-  TM_HD float* Out(int token) const {
-    return params->out + (Row(token) * params->value_heads + head) * params->value_dim;
-  }
+struct DeltaHead : Head {
+  const float* b = nullptr;
 };
 
 TM_HD void SetNorms(const Head& head, int token, int lane, Factors& factors) {
@@ -62,32 +37,26 @@ TM_HD void SetNorms(const Head& head, int token, int lane, Factors& factors) {
   F32x16 qq = Zero();
   F32x16 kk = Zero();
   F32x16 qk = Zero();
-  for (int i = 0; i < head.params->key_dim; i += kLanes) {
+  for (int i = 0; i < head.heads->key_dim; i += kLanes) {
     const F32x16 some_q = Load(q + i);
     const F32x16 some_k = Load(k + i);
     qq = Fma(some_q, some_q, qq);
     kk = Fma(some_k, some_k, kk);
     qk = Fma(some_q, some_k, qk);
   }
-  const float root = __builtin_sqrtf(static_cast<float>(head.params->key_dim));
+  const float root = __builtin_sqrtf(static_cast<float>(head.heads->key_dim));
   factors.q_scale[lane] = 1.f / (__builtin_sqrtf(ReduceAdd(qq) + kNormEps) * root);
   factors.k_scale[lane] = 1.f / __builtin_sqrtf(ReduceAdd(kk) + kNormEps);
   factors.qk[lane] = ReduceAdd(qk) * factors.q_scale[lane] * factors.k_scale[lane];
 }
 
 // Computes the factors of up to 16 tokens from `first` on.
-void SetFactors(const Head& head, int first, int count, Factors& factors) {
-  const GatedDeltaParams& p = *head.params;
-  float a[kLanes] = {};
-  float b[kLanes] = {};
+void SetFactors(const DeltaHead& head, int first, int count, Factors& factors) {
   for (int i = 0; i < count; ++i) {
     SetNorms(head, first + i, i, factors);
-    a[i] = p.a[head.Row(first + i) * p.gate_stride + head.head];
-    b[i] = p.b[head.Row(first + i) * p.gate_stride + head.head];
   }
-  const F32x16 step = Softplus(Add(Load(a), Set1(p.dt_bias[head.head])));
-  Store(factors.decay, Exp(Mul(Set1(-p.decay[head.head]), step)));
-  Store(factors.beta, Sigmoid(Load(b)));
+  Store(factors.decay, head.Decays(head.Steps(first, count)));
+  Store(factors.beta, Sigmoid(head.Gates(head.b, first, count)));
 }
 
 // Sᵀk and Sᵀq of 16 N columns.
@@ -129,22 +98,6 @@ TM_HD void AddProducts(const float* state, int64_t stride, int rows, const float
   }
 }
 
-// What a token adds to 16 N columns: S = decay * S + k ⊗ delta.
-template <int N>
-struct Update {
-  F32x16 decay = {};
-  const float* k = nullptr;
-  F32x16 delta[N] = {};
-
-  // Computes row j of the new state from that of the old one.
-  TM_HD void Row(const float* from, int j, F32x16 (&row)[N]) const {
-    const F32x16 factor = Set1(k[j]);
-    for (int n = 0; n < N; ++n) {
-      row[n] = Fma(factor, delta[n], Mul(decay, Load(from + n * kLanes)));
-    }
-  }
-};
-
 // Writes the output of a token and returns its update. `v` and `out` are those of the columns.
 template <int N>
 TM_HD Update<N> Finish(const Factors& factors, int lane, const Products<N>& products,
@@ -159,28 +112,6 @@ TM_HD Update<N> Finish(const Factors& factors, int lane, const Products<N>& prod
     update.delta[n] = Mul(Set1(factors.k_scale[lane]), delta);
   }
   return update;
-}
-
-// Calls fn(Index<N>(), column) for groups of 16 N of `columns` columns.
-template <class F>
-TM_HD void ForGroups(int columns, F fn) {
-  int column = 0;
-  for (; column + kGroup * kLanes <= columns; column += kGroup * kLanes) {
-    fn(Index<kGroup>(), column);
-  }
-  if (kGroup > 2 && column + 2 * kLanes <= columns) {
-    fn(Index<2>(), column);
-    column += 2 * kLanes;
-  }
-  if (column < columns) {
-    fn(Index<1>(), column);
-  }
-}
-
-// A head's state in a slot.
-TM_HD float* StateOf(const Head& head, const StateView& view, int32_t slot) {
-  const GatedDeltaParams& p = *head.params;
-  return view.At(slot) + int64_t{head.head} * p.key_dim * p.value_dim;
 }
 
 // 16 N columns of a state, copied so that their rows are adjacent.
@@ -228,14 +159,14 @@ struct Block {
 
 // Computes all tokens of the step for 16 N columns.
 template <int N>
-void RunTokens(const Head& head, const SequenceStep& step, int column) {
-  const GatedDeltaParams& p = *head.params;
-  float* state = StateOf(head, p.state.working, step.slot) + column;
+void RunTokens(const DeltaHead& head, const SequenceStep& step, int column) {
+  const StateHeads& p = *head.heads;
+  float* state = head.State(p.state.working, step.slot) + column;
   Block<N> block;
   block.Fill(step.is_first ? nullptr : state, p.key_dim, p.value_dim);
   Factors factors;
   Update<N> update;
-  int save = 0;
+  Saves saves(head, step);
   for (int t = 0; t < step.num_tokens; ++t) {
     const int lane = t % kLanes;
     if (lane == 0) {
@@ -249,10 +180,8 @@ void RunTokens(const Head& head, const SequenceStep& step, int column) {
       block.Apply(update, head.K(t), head.Q(t), products);
     }
     update = Finish(factors, lane, products, head.K(t), head.V(t) + column, head.Out(t) + column);
-    if (save < step.num_saves && step.saves[save].num_tokens == t + 1) {
-      float* to = StateOf(head, p.state.checkpoints, step.saves[save].checkpoint);
+    if (float* to = saves.After(t + 1); to != nullptr) {
       block.WriteUpdated(update, to + column, p.value_dim);
-      ++save;
     }
   }
   block.WriteUpdated(update, state, p.value_dim);
@@ -282,11 +211,11 @@ struct ColumnSums {
 };
 
 // Computes the only token of the step. Reads the state in the order in which it lies in memory.
-void RunToken(const Head& head, const SequenceStep& step, const ColumnRun& run) {
-  const GatedDeltaParams& p = *head.params;
+void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& run) {
+  const StateHeads& p = *head.heads;
   const int columns = run.end - run.begin;
   const int64_t stride = p.value_dim;
-  float* state = StateOf(head, p.state.working, step.slot) + run.begin;
+  float* state = head.State(p.state.working, step.slot) + run.begin;
   const float* k = head.K(0);
   const float* q = head.Q(0);
   Factors factors;
@@ -316,9 +245,7 @@ void RunToken(const Head& head, const SequenceStep& step, const ColumnRun& run) 
           Store(sums.k + column + n * kLanes, update.delta[n]);
         }
       });
-  float* save = step.num_saves == 0
-                    ? nullptr
-                    : StateOf(head, p.state.checkpoints, step.saves[0].checkpoint) + run.begin;
+  float* save = Saves(head, step).After(1);
   for (int j = 0; j < p.key_dim; ++j) {
     ForGroups(
         columns, [&](auto index, int column) __attribute__((always_inline)) {
@@ -333,7 +260,7 @@ void RunToken(const Head& head, const SequenceStep& step, const ColumnRun& run) 
           for (int n = 0; n < N; ++n) {
             Store(state + at + n * kLanes, row[n]);
             if (save != nullptr) {
-              Store(save + at + n * kLanes, row[n]);
+              Store(save + run.begin + at + n * kLanes, row[n]);
             }
           }
         });
@@ -343,7 +270,7 @@ void RunToken(const Head& head, const SequenceStep& step, const ColumnRun& run) 
 }  // namespace
 
 void GatedDeltaRun(const GatedDeltaParams& params, const SequenceStep& step, const ColumnRun& run) {
-  const Head head = {&params, run.head, step.first_token};
+  const DeltaHead head = {{&params.heads, run.head, step.first_token}, params.b};
   if (step.num_tokens == 1) {
     RunToken(head, step, run);
     return;

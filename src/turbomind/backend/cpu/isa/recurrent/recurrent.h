@@ -9,5 +9,7 @@ namespace turbomind::TM_ISA {
 void ShortConvolutionRun(const ShortConvolutionParams& params, const SequenceStep& step,
                          const ChannelRun& run);
 void GatedDeltaRun(const GatedDeltaParams& params, const SequenceStep& step, const ColumnRun& run);
+void SelectiveScanRun(const SelectiveScanParams& params, const SequenceStep& step,
+                      const ColumnRun& run);
 
 }  // namespace turbomind::TM_ISA
