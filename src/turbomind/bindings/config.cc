@@ -12,6 +12,10 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
+constexpr EnumName<RecurrentRule> kRecurrentRules[] = {
+    {RecurrentRule::kGatedDelta, "gated_delta"},
+    {RecurrentRule::kSelectiveScan, "selective_scan"},
+    {RecurrentRule::kShortConvolution, "short_convolution"}};
 constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
                                                  {Activation::kGeluTanh, "gelu_tanh"},
                                                  {Activation::kClampedSwiglu, "clamped_swiglu"},
@@ -63,11 +67,13 @@ void DefModelParts(py::module_& m) {
   DefFields(moe);
 
   py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");
-  DefMembers<RecurrentConfig>(
-      recurrent,
-      MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
-                 &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
-                 &RecurrentConfig::value_dim, &RecurrentConfig::kernel, &RecurrentConfig::tiled>());
+  DefMembers<RecurrentConfig, 1>(
+      recurrent, MemberList<&RecurrentConfig::layers, &RecurrentConfig::num_key_heads,
+                            &RecurrentConfig::num_value_heads, &RecurrentConfig::key_dim,
+                            &RecurrentConfig::value_dim, &RecurrentConfig::width,
+                            &RecurrentConfig::kernel, &RecurrentConfig::norm_groups,
+                            &RecurrentConfig::gate_first, &RecurrentConfig::tiled>());
+  DefEnum(recurrent, "rule", &RecurrentConfig::rule, kRecurrentRules);
   DefFields(recurrent);
 
   py::class_<NormConfig> norm(m, "NormConfig");
@@ -99,6 +105,7 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::embedding_scale, &ModelConfig::residual_scale,
                  &ModelConfig::logit_scale, &ModelConfig::logit_cap, &ModelConfig::parallel,
                  &ModelConfig::gated, &ModelConfig::attention_gate, &ModelConfig::recurrent,
+                 &ModelConfig::attention_layers, &ModelConfig::feed_forward_layers,
                  &ModelConfig::norm, &ModelConfig::query_scaling,
                  &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
                  &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());

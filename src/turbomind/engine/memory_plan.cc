@@ -213,7 +213,7 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   cache.k_bias = model.k_bias;
   cache.state_bytes = model.recurrent.StateBytes();
   for (int layer = 0; layer < model.num_layers; ++layer) {
-    if (model.recurrent.Has(layer)) {
+    if (!model.HasAttention(layer)) {
       cache.windows[static_cast<size_t>(layer)] = kNoAttention;
     }
   }

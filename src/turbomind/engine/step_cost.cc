@@ -45,15 +45,19 @@ StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& devi
   const int64_t kv_heads = int64_t{model.num_kv_heads} * model.head_dim;
   int64_t products = 0;  // of one token
   for (int layer = 0; layer < model.num_layers; ++layer) {
-    const int64_t width = model.moe.HasExperts(layer)
-                              ? int64_t{model.moe.top_k} * model.moe.intermediate_size +
-                                    model.moe.shared_intermediate_size
-                              : model.intermediate_size;
-    const RecurrentConfig& recurrent = model.recurrent;
-    const int64_t mixer = recurrent.Has(layer)   ? recurrent.Channels() + 2 * recurrent.ValueSize()
-                          : model.attention_gate ? 3 * heads + 2 * kv_heads
-                                                 : 2 * heads + 2 * kv_heads;
-    products += hidden * (mixer + 3 * width);
+    if (model.HasAttention(layer)) {
+      products += hidden * ((model.attention_gate ? 3 : 2) * heads + 2 * kv_heads);
+    }
+    if (model.recurrent.Has(layer)) {
+      products += hidden * (model.recurrent.InputSize() + model.recurrent.ValueSize());
+    }
+    if (model.HasFeedForward(layer)) {
+      const int64_t width = model.moe.HasExperts(layer)
+                                ? int64_t{model.moe.top_k} * model.moe.intermediate_size +
+                                      model.moe.shared_intermediate_size
+                                : model.intermediate_size;
+      products += hidden * (model.gated ? 3 : 2) * width;
+    }
   }
   const int64_t per_position = 2 * heads;
   StepCost cost;

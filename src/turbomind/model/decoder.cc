@@ -49,7 +49,9 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .router = ViewPart(weights.router),
                     .score_bias = weights.score_bias.data};
   for (const ExpertWeights& expert : weights.experts) {
-    if (expert.interleaved()) {
+    if (!model.gated) {
+      layer.up.push_back(ViewPart(expert.gate_up));
+    } else if (expert.interleaved()) {
       layer.gate_up.push_back(ViewPart(expert.gate_up));
     } else {
       layer.gate.push_back(ViewPart(expert.gate_up, 0));
@@ -58,8 +60,10 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
     layer.down.push_back(ViewPart(expert.down));
   }
   if (layer.shared_intermediate_size > 0) {
-    layer.shared_gate = ViewPart(weights.shared_gate_up, 0);
-    layer.shared_up = ViewPart(weights.shared_gate_up, 1);
+    if (model.gated) {
+      layer.shared_gate = ViewPart(weights.shared_gate_up, 0);
+    }
+    layer.shared_up = ViewPart(weights.shared_gate_up, model.gated ? 1 : 0);
     layer.shared_down = ViewPart(weights.shared_down);
     if (model.moe.shared_gate) {
       layer.shared_router = ViewPart(weights.shared_router);
@@ -86,6 +90,9 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
   }
   state_bytes_ = model.recurrent.StateBytes();
+  for (int i = 0; i < model.num_layers; ++i) {
+    last_mixer_ = model.HasMixer(i) ? i : last_mixer_;
+  }
   bool shifts_sinks = false;
   StepLimits& limits = config_.limits;
   Check(limits.max_tokens > 0 && limits.max_logit_rows > 0 && limits.ffn_rows > 0,
@@ -186,64 +193,95 @@ void Decoder::RunLayers(const DecoderInput& input) {
                  .num_tokens = batch.num_tokens,
                  .scale = model().embedding_scale});
   FillRopes(batch);
+  int num_rows = batch.num_tokens;
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
-    const bool only_rows = i + 1 == model().num_layers && !DecodesOnly(batch);
-    const float* x = scratch_.hidden;
-    if (model().norm.inputs) {
-      Norm(layer.attention_norm, x, scratch_.normed, batch.num_tokens);
-      x = scratch_.normed;
+    if (model().HasMixer(i)) {
+      const bool only_rows = i == last_mixer_ && !DecodesOnly(batch);
+      const float* x = scratch_.hidden;
+      if (model().norm.inputs) {
+        Norm(layer.attention_norm, x, scratch_.normed, num_rows);
+        x = scratch_.normed;
+      }
+      if (!Mix(i, x, input, only_rows)) {
+        return;
+      }
+      num_rows = only_rows ? static_cast<int>(input.rows.size()) : num_rows;
+      AddMixers(i, num_rows);
+      AddBranch(layer.attention_output_norm, num_rows);
     }
-    const float* mixed = Mix(i, x, input, only_rows);
-    if (mixed == nullptr) {
-      return;
+    if (model().HasFeedForward(i)) {
+      if (model().norm.inputs && !model().parallel) {
+        Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
+      }
+      FeedForward(i, num_rows);
+      AddBranch(layer.ffn_output_norm, num_rows);
     }
-    const int num_rows = only_rows ? static_cast<int>(input.rows.size()) : batch.num_tokens;
-    const LinearWeight& output = model().recurrent.Has(i) ? layer.recurrent.output : layer.output;
-    Project(output, output.bias.data, mixed, BranchOutput(0, num_rows));
-    AddBranch(layer.attention_output_norm, num_rows);
-    if (model().norm.inputs && !model().parallel) {
-      Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
-    }
-    FeedForward(i, num_rows);
-    AddBranch(layer.ffn_output_norm, num_rows);
   }
 }
 
-const float* Decoder::Mix(int index, const float* x, const DecoderInput& input, bool only_rows) {
+bool Decoder::Mix(int index, const float* x, const DecoderInput& input, bool only_rows) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
-  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
-  const bool attends = cache.has_attention();
-  const BatchView& batch =
-      attends ? input.batch[static_cast<size_t>(cache.group)] : input.batch.front();
-  if (attends) {
-    Project(layer.qkv, nullptr, x, {scratch_.qkv, batch.num_tokens});
-    WriteKv(index, batch);
-  } else {
+  const bool recurs = model().recurrent.Has(index);
+  const bool attends = model().HasAttention(index);
+  if (recurs) {
     Recur(index, x, input);
   }
-  if (only_rows && input.rows.empty()) {
-    return nullptr;
+  if (attends && !Attend(index, x, input, only_rows)) {
+    return false;
   }
+  if (!only_rows) {
+    return true;
+  }
+  if (input.rows.empty()) {
+    return false;
+  }
+  GatherRows(input.rows, scratch_.hidden, model().hidden_size);
   if (attends) {
-    Attention(index, batch, !only_rows || input.rows.back() >= batch.num_decode);
+    GatherRows(input.rows, scratch_.attended, layer.output.cols());
   }
-  if (attends && model().attention_gate) {
+  if (recurs) {
+    GatherRows(input.rows, scratch_.mixed, layer.recurrent.output.cols());
+  }
+  if (model().parallel) {
+    GatherRows(input.rows, scratch_.normed, model().hidden_size);
+  }
+  return true;
+}
+
+// Computes `attended`. Returns false after K and V are written if no row is needed.
+bool Decoder::Attend(int index, const float* x, const DecoderInput& input, bool only_rows) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
+  const BatchView& batch = input.batch[static_cast<size_t>(cache.group)];
+  Project(layer.qkv, nullptr, x, {scratch_.qkv, batch.num_tokens});
+  WriteKv(index, batch);
+  if (only_rows && input.rows.empty()) {
+    return false;
+  }
+  Attention(index, batch, !only_rows || input.rows.back() >= batch.num_decode);
+  if (model().attention_gate) {
     Project(layer.attention_gate, layer.attention_gate.bias.data, x,
             {scratch_.attention_gate, batch.num_tokens});
     device_.SigmoidGate({.x = scratch_.attended,
                          .gate = scratch_.attention_gate,
                          .count = batch.num_tokens * layer.attention_gate.rows()});
   }
-  float* mixed = attends ? scratch_.attended : scratch_.mixed;
-  if (only_rows) {
-    GatherRows(input.rows, scratch_.hidden, model().hidden_size);
-    GatherRows(input.rows, mixed, attends ? layer.output.cols() : layer.recurrent.output.cols());
-    if (model().parallel) {
-      GatherRows(input.rows, scratch_.normed, model().hidden_size);
-    }
+  return true;
+}
+
+// Computes the branch of `attended`, of `mixed`, or of their sum.
+void Decoder::AddMixers(int index, int num_rows) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  Output out = BranchOutput(0, num_rows);
+  if (model().HasAttention(index)) {
+    Project(layer.output, layer.output.bias.data, scratch_.attended, out);
+    out.accumulate = true;
   }
-  return mixed;
+  if (model().recurrent.Has(index)) {
+    const LinearWeight& output = layer.recurrent.output;
+    Project(output, output.bias.data, scratch_.mixed, out);
+  }
 }
 
 Decoder::Output Decoder::BranchOutput(int first, int num_rows) const {

@@ -103,12 +103,15 @@ class Decoder {
 
   void FillRopes(const BatchView& batch);
   void RunLayers(const DecoderInput& input);
-  // Mixes the tokens of each sequence: computes the branch of a layer up to its output projection
-  // from x [num_tokens, hidden]. Returns the result of all tokens, or of `rows`, which are then
-  // the only rows of `hidden` and `normed`. Null if there are none.
-  const float* Mix(int index, const float* x, const DecoderInput& input, bool only_rows);
+  // Mixes the tokens of each sequence: computes `attended` and `mixed`, of which a layer has at
+  // least one, from x [num_tokens, hidden]. With `only_rows`, they and `hidden` and `normed` then
+  // have only the input's rows; returns false if there are none.
+  bool Mix(int index, const float* x, const DecoderInput& input, bool only_rows);
+  bool Attend(int index, const float* x, const DecoderInput& input, bool only_rows);
+  void AddMixers(int index, int num_rows);
   void Attention(int index, const BatchView& batch, bool include_prefill);
   void Recur(int index, const float* x, const DecoderInput& input);
+  void UpdateMatrices(int index, const DecoderInput& input);
   // Moves rows of [num_tokens, width] to the beginning of `values`.
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
   void WriteKv(int index, const BatchView& batch);
@@ -140,6 +143,7 @@ class Decoder {
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;
   int64_t state_bytes_ = 0;
+  int last_mixer_ = 0;  // the last layer that mixes tokens
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
   int num_rows_ = 0;        // rows whose hidden states are in the scratch

@@ -1,5 +1,6 @@
 // ⑥⑦ The recurrent layers of the forward pass.
 
+#include <algorithm>
 #include <cstdint>
 
 #include "turbomind/model/decoder.h"
@@ -10,49 +11,72 @@ namespace turbomind {
 // Computes `mixed`, and the states of the layer.
 void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
   const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
-  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const RecurrentConfig& shape = model().recurrent;
   const BatchView& batch = input.batch.front();
-  const int64_t channels = shape.Channels();
-  const float* z = scratch_.projected + channels;
-  const float* b = z + shape.ValueSize();
+  const bool only_convolves = shape.rule == RecurrentRule::kShortConvolution;
+  const float* gates = scratch_.projected + shape.Channels();  // the parts after those of v
   Project(layer.input, layer.input.bias.data, x, {scratch_.projected, batch.num_tokens});
   invokeShortConvolution(device_, {.x = scratch_.projected,
+                                   .in_gate = only_convolves ? gates : nullptr,
+                                   .out_gate = only_convolves ? gates + shape.width : nullptr,
                                    .x_stride = layer.input.rows(),
                                    .weight = layer.convolution.data,
-                                   .out = scratch_.convolved,
-                                   .channels = static_cast<int>(channels),
+                                   .bias = layer.convolution_bias.data,
+                                   .out = only_convolves ? scratch_.mixed : scratch_.convolved,
+                                   .channels = static_cast<int>(shape.Channels()),
                                    .kernel = shape.kernel,
-                                   .state = cache.convolution,
+                                   .silu = !only_convolves,
+                                   .state = config_.layers[static_cast<size_t>(index)].convolution,
                                    .states = input.states,
                                    .batch = batch});
-  invokeGatedDelta(device_, {.heads = {.q = scratch_.convolved,
-                                       .k = scratch_.convolved + shape.KeySize(),
-                                       .v = scratch_.convolved + 2 * shape.KeySize(),
-                                       .qkv_stride = channels,
-                                       .a = b + shape.num_value_heads,
-                                       .gate_stride = layer.input.rows(),
-                                       .decay = layer.decay.data,
-                                       .dt_bias = layer.dt_bias.data,
-                                       .out = scratch_.mixed,
-                                       .key_heads = shape.num_key_heads,
-                                       .value_heads = shape.num_value_heads,
-                                       .key_dim = shape.key_dim,
-                                       .value_dim = shape.value_dim,
-                                       .tiled = shape.tiled,
-                                       .state = cache.matrices,
-                                       .states = input.states,
-                                       .batch = batch},
-                             .b = b});
+  if (only_convolves) {
+    return;
+  }
+  UpdateMatrices(index, input);
+  const int num_groups = std::max(shape.norm_groups, 1);
   device_.GatedNorm({.x = scratch_.mixed,
-                     .z = z,
+                     .z = gates,
                      .z_stride = layer.input.rows(),
                      .weight = layer.norm.data,
                      .out = scratch_.mixed,
                      .num_rows = batch.num_tokens,
                      .dim = static_cast<int>(shape.ValueSize()),
-                     .group = shape.value_dim,
-                     .eps = model().norm_eps});
+                     .group = static_cast<int>(shape.ValueSize() / num_groups),
+                     .eps = model().norm_eps,
+                     .gate_first = shape.gate_first});
+}
+
+// Computes `mixed` up to the norm, and the matrices of the heads, from `convolved` and `projected`.
+void Decoder::UpdateMatrices(int index, const DecoderInput& input) {
+  const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
+  const RecurrentConfig& shape = model().recurrent;
+  const float* after_z = scratch_.projected + shape.Channels() + shape.ValueSize();
+  StateHeads heads = {.qkv_stride = shape.Channels(),
+                      .gate_stride = layer.input.rows(),
+                      .decay = layer.decay.data,
+                      .dt_bias = layer.dt_bias.data,
+                      .out = scratch_.mixed,
+                      .key_heads = shape.num_key_heads,
+                      .value_heads = shape.num_value_heads,
+                      .key_dim = shape.key_dim,
+                      .value_dim = shape.value_dim,
+                      .tiled = shape.tiled,
+                      .state = config_.layers[static_cast<size_t>(index)].matrices,
+                      .states = input.states,
+                      .batch = input.batch.front()};
+  if (shape.rule == RecurrentRule::kSelectiveScan) {
+    heads.v = scratch_.convolved;
+    heads.k = heads.v + shape.ValueSize();
+    heads.q = heads.k + shape.KeySize();
+    heads.a = after_z;
+    invokeSelectiveScan(device_, {.heads = heads, .skip = layer.skip.data});
+    return;
+  }
+  heads.q = scratch_.convolved;
+  heads.k = heads.q + shape.KeySize();
+  heads.v = heads.k + shape.KeySize();
+  heads.a = after_z + shape.num_value_heads;
+  invokeGatedDelta(device_, {.heads = heads, .b = after_z});
 }
 
 }  // namespace turbomind

@@ -83,14 +83,15 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(attended, tokens * q_size);
   placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
   placer.Add(attention_gate, model.attention_gate ? tokens * q_size : 0);
-  placer.GoBack(layer);
-  if (const RecurrentConfig& recurrent = model.recurrent; recurrent.HasAny()) {
-    placer.Add(projected, tokens * (recurrent.Channels() + recurrent.ValueSize() +
-                                    2 * int64_t{recurrent.num_value_heads}));
-    placer.Add(convolved, tokens * recurrent.Channels());
-    placer.Add(mixed, tokens * recurrent.ValueSize());
+  if (!model.HasSumOfMixers()) {
     placer.GoBack(layer);
   }
+  if (const RecurrentConfig& recurrent = model.recurrent; recurrent.HasAny()) {
+    placer.Add(projected, tokens * recurrent.InputSize());
+    placer.Add(convolved, tokens * recurrent.Channels());
+    placer.Add(mixed, tokens * recurrent.ValueSize());
+  }
+  placer.GoBack(layer);
   if (model.HasDenseLayer()) {
     placer.Add(gate_up, ffn_rows * (model.gated ? 2 : 1) * model.intermediate_size);
     placer.Add(activated, ffn_rows * model.intermediate_size);

@@ -43,8 +43,8 @@ struct DecoderScratch {
   float* attended = nullptr;        // [max_tokens, heads * head_dim]
   float* attention_gate = nullptr;  // same; for models that have it
   float* q_dot_mean = nullptr;      // [max_tokens, heads]; for layers that subtract K's mean
-  // Buffers of a recurrent layer, in the same memory:
-  float* projected = nullptr;  // [max_tokens, channels + value_size + 2 value_heads]
+  // Buffers of a recurrent layer, in the same memory unless a layer has both:
+  float* projected = nullptr;  // [max_tokens, RecurrentConfig::InputSize]
   float* convolved = nullptr;  // [max_tokens, channels]
   float* mixed = nullptr;      // [max_tokens, value_size]
   // Buffers of its feed-forward, in the same memory:

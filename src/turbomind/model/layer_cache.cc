@@ -14,19 +14,19 @@ std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache&
     return taken;
   };
   for (int i = 0; i < model.num_layers; ++i) {
+    LayerCache& layer = layers.emplace_back();
+    if (model.HasAttention(i)) {
+      layer = {.kv = cache.LayerView(i),
+               .window16 = cache.Window16LayerView(i),
+               .rule = cache.rule(i),
+               .k_mean = cache.KMean(i),
+               .group = cache.GroupOf(i),
+               .window = model.windows[static_cast<size_t>(i)]};
+    }
     if (model.recurrent.Has(i)) {
-      LayerCache& layer = layers.emplace_back();
-      layer.group = -1;
       layer.convolution = take(model.recurrent.ConvolutionBytes());
       layer.matrices = take(model.recurrent.MatrixBytes());
-      continue;
     }
-    layers.push_back({.kv = cache.LayerView(i),
-                      .window16 = cache.Window16LayerView(i),
-                      .rule = cache.rule(i),
-                      .k_mean = cache.KMean(i),
-                      .group = cache.GroupOf(i),
-                      .window = model.windows[static_cast<size_t>(i)]});
   }
   return layers;
 }

@@ -14,7 +14,7 @@ struct LayerCache {
   KvLayerView window16;  // data is null if there is no 16-bit window
   PrecisionWindow rule;
   const float* k_mean = nullptr;
-  int group = 0;               // index of the batch view; -1: the layer has no attention
+  int group = -1;              // index of the batch view; -1: the layer has no attention
   int window = 0;              // as in kv/sliding_window.h
   StatePair convolution = {};  // of a recurrent layer
   StatePair matrices = {};     // same

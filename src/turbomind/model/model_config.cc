@@ -76,8 +76,39 @@ void ValidateMoe(const MoeConfig& moe, int num_layers) {
 
 }  // namespace
 
+bool ModelConfig::HasAttention(int layer) const {
+  return attention_layers.empty() ? !recurrent.Has(layer)
+                                  : attention_layers[static_cast<size_t>(layer)] != 0;
+}
+
+bool ModelConfig::HasFeedForward(int layer) const {
+  return feed_forward_layers.empty() || feed_forward_layers[static_cast<size_t>(layer)] != 0;
+}
+
+int ModelConfig::NumAttentionLayers() const {
+  int count = 0;
+  for (int layer = 0; layer < num_layers; ++layer) {
+    count += HasAttention(layer) ? 1 : 0;
+  }
+  return count;
+}
+
+bool ModelConfig::HasSumOfMixers() const {
+  for (int layer = 0; layer < num_layers; ++layer) {
+    if (HasAttention(layer) && recurrent.Has(layer)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool ModelConfig::HasDenseLayer() const {
-  return moe.num_experts == 0 || std::ranges::find(moe.layers, uint8_t{0}) != moe.layers.end();
+  for (int layer = 0; layer < num_layers; ++layer) {
+    if (HasFeedForward(layer) && !moe.HasExperts(layer)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 int ModelConfig::RopeOf(int layer) const {
@@ -122,8 +153,28 @@ void ValidateStructure(const ModelConfig& model) {
           "is false. It must be true with the activation clamped_swiglu.");
   Require(!norm.qk_unit || !norm.qk_all_heads, "norm.qk_unit",
           "and norm.qk_all_heads are true. At most one may be true.");
-  Require(model.gated || model.moe.num_experts == 0, "gated",
-          "is false. It must be true in a model with experts.");
+}
+
+void ValidateBranches(const ModelConfig& model) {
+  for (const auto& [field, layers] :
+       {std::pair{"attention_layers", &model.attention_layers},
+        std::pair{"feed_forward_layers", &model.feed_forward_layers}}) {
+    Require(layers->empty() || layers->size() == static_cast<size_t>(model.num_layers), field,
+            "has " + std::to_string(layers->size()) + " entries. It must have one per layer (" +
+                std::to_string(model.num_layers) + ").");
+    Require(std::ranges::all_of(*layers, [](uint8_t has) { return has <= 1; }), field,
+            "must contain 0 and 1 only.");
+  }
+  Require(model.NumAttentionLayers() > 0, "attention_layers",
+          "leaves no layer with attention. The model must have at least one.");
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    Require(model.HasMixer(layer) || model.HasFeedForward(layer), "feed_forward_layers",
+            "leaves layer " + std::to_string(layer) + " without a branch.");
+    Require(!model.parallel || (model.HasMixer(layer) && model.HasFeedForward(layer)), "parallel",
+            "is true, but layer " + std::to_string(layer) + " has one branch. It must have two.");
+    Require(model.HasFeedForward(layer) || !model.moe.HasExperts(layer), "moe.layers",
+            "has experts in layer " + std::to_string(layer) + ", which has no feed-forward.");
+  }
 }
 
 void ValidateRopes(const ModelConfig& model) {
@@ -177,15 +228,14 @@ void ModelConfig::Validate() const {
                 std::to_string(kMaxPosition) + ".");
   }
   ValidateMoe(moe, num_layers);
-  if (HasDenseLayer()) {
-    RequireSize("intermediate_size", intermediate_size, kMaxWidth);
-  }
   Require(activation != Activation::kClampedSwiglu ||
               (std::isfinite(swiglu_limit) && swiglu_limit > 0.f),
           "swiglu_limit", "is " + std::to_string(swiglu_limit) + ". It must be positive.");
   recurrent.Validate(num_layers);
-  Require(!recurrent.HasAny() || !k_bias, "k_bias",
-          "is true. It must be false in a model with recurrent layers.");
+  ValidateBranches(*this);
+  if (HasDenseLayer()) {
+    RequireSize("intermediate_size", intermediate_size, kMaxWidth);
+  }
   ValidateFactors(*this);
   ValidateStructure(*this);
   ValidateRopes(*this);

@@ -67,6 +67,10 @@ struct ModelConfig {
   float swiglu_limit = 7.f;  // for kClampedSwiglu
   MoeConfig moe;
   RecurrentConfig recurrent;
+  // Per layer: 1 if it has the branch. Empty: every layer that is not recurrent has attention, and
+  // every layer a feed-forward.
+  std::vector<uint8_t> attention_layers;
+  std::vector<uint8_t> feed_forward_layers;
   std::vector<RopeConfig> ropes = {{}};
   std::vector<int> layer_ropes;  // per layer: index in ropes, or -1; empty: 0 for all
   // The temperature of Q, in every layer or only in layers without RoPE.
@@ -78,8 +82,14 @@ struct ModelConfig {
 
   // Throws InvalidArgument that names the field.
   void Validate() const;
-  // Returns the number of layers with attention. The others are recurrent.
-  int NumAttentionLayers() const { return num_layers - recurrent.NumLayers(); }
+  bool HasAttention(int layer) const;
+  bool HasFeedForward(int layer) const;
+  // Returns whether a layer has a branch that mixes tokens: attention, or a recurrent state, or
+  // the sum of both.
+  bool HasMixer(int layer) const { return HasAttention(layer) || recurrent.Has(layer); }
+  int NumAttentionLayers() const;
+  // Returns whether some layer has attention and a recurrent state.
+  bool HasSumOfMixers() const;
   // Returns whether some layer has a feed-forward of intermediate_size.
   bool HasDenseLayer() const;
   // Returns the index of a layer's RoPE in ropes, or -1 if the layer has none.

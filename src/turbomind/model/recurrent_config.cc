@@ -12,6 +12,7 @@ namespace {
 
 // Above any real model. These limits keep products of the sizes within 64 bits.
 constexpr int kMaxHeads = 65536;
+constexpr int kMaxChannels = 1 << 24;
 
 int64_t InLines(int64_t num_floats) { return CeilDiv(num_floats * int64_t{4}, int64_t{64}) * 64; }
 
@@ -33,6 +34,18 @@ void RequireDim(const char* field, int got) {
 
 int RecurrentConfig::NumLayers() const {
   return static_cast<int>(std::ranges::count(layers, uint8_t{1}));
+}
+
+int64_t RecurrentConfig::InputSize() const {
+  switch (rule) {
+    case RecurrentRule::kGatedDelta:
+      return Channels() + ValueSize() + 2 * int64_t{num_value_heads};
+    case RecurrentRule::kSelectiveScan:
+      return Channels() + ValueSize() + num_value_heads;
+    case RecurrentRule::kShortConvolution:
+      return 3 * ValueSize();
+  }
+  return 0;
 }
 
 int64_t RecurrentConfig::ConvolutionBytes() const { return InLines((kernel - 1) * Channels()); }
@@ -58,10 +71,19 @@ void RecurrentConfig::Validate(int num_model_layers) const {
   if (!HasAny()) {
     return;
   }
-  if (NumLayers() == num_model_layers) {
-    throw InvalidArgument("recurrent.layers",
-                          "has no layer with attention. The model must have at least one.");
+  RequireRange("recurrent.kernel", kernel, 2, kMaxConvolutionKernel);
+  if (rule == RecurrentRule::kShortConvolution) {
+    RequireRange("recurrent.width", width, 16, kMaxChannels);
+    if (width % 16 != 0) {
+      throw InvalidArgument("recurrent.width",
+                            "is " + std::to_string(width) + ". It must be a multiple of 16.");
+    }
+    for (const int size : {num_key_heads, num_value_heads, key_dim, value_dim, norm_groups}) {
+      RequireRange("recurrent.width", size, 0, 0);
+    }
+    return;
   }
+  RequireRange("recurrent.width", width, 0, 0);
   RequireRange("recurrent.num_key_heads", num_key_heads, 1, kMaxHeads);
   RequireRange("recurrent.num_value_heads", num_value_heads, 1, kMaxHeads);
   if (num_value_heads % num_key_heads != 0) {
@@ -72,7 +94,13 @@ void RecurrentConfig::Validate(int num_model_layers) const {
   }
   RequireDim("recurrent.key_dim", key_dim);
   RequireDim("recurrent.value_dim", value_dim);
-  RequireRange("recurrent.kernel", kernel, 2, kMaxConvolutionKernel);
+  RequireRange("recurrent.norm_groups", norm_groups, 0, num_value_heads);
+  if (norm_groups > 0 && num_value_heads % norm_groups != 0) {
+    throw InvalidArgument("recurrent.norm_groups",
+                          "is " + std::to_string(norm_groups) +
+                              ". It must divide recurrent.num_value_heads (" +
+                              std::to_string(num_value_heads) + ").");
+  }
 }
 
 }  // namespace turbomind

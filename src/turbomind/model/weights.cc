@@ -100,33 +100,38 @@ struct WeightsBuilder::Impl {
     for (int i = 0; i < config.num_layers; ++i) {
       const std::string prefix = "layers." + std::to_string(i) + ".";
       LayerWeights& layer = weights->layers[static_cast<size_t>(i)];
-      AddNorms(prefix, layer);
+      AddNorms(prefix, i, layer);
       if (config.recurrent.Has(i)) {
         AddRecurrent(prefix + "recurrent.", layer.recurrent);
-      } else {
+      }
+      if (config.HasAttention(i)) {
         AddAttention(prefix, layer);
       }
-      if (config.norm.qk_unit && config.RopeOf(i) >= 0 && !config.recurrent.Has(i)) {
+      if (config.norm.qk_unit && config.RopeOf(i) >= 0 && config.HasAttention(i)) {
         const std::vector<float> ones(static_cast<size_t>(config.head_dim), 1.f);
         vectors[prefix + "q_norm"].values = vectors[prefix + "k_norm"].values = ones;
       }
       if (config.moe.HasExperts(i)) {
         AddExperts(prefix, layer.moe);
-      } else {
+      } else if (config.HasFeedForward(i)) {
         AddFeedForward(prefix, layer);
       }
     }
   }
 
-  void AddNorms(const std::string& prefix, LayerWeights& layer) {
-    if (config.norm.inputs) {
+  void AddNorms(const std::string& prefix, int index, LayerWeights& layer) {
+    const bool mixes = config.HasMixer(index);
+    const bool feeds = config.HasFeedForward(index);
+    if (config.norm.inputs && mixes) {
       Norm(prefix + "attention_norm", layer.attention_norm);
     }
-    if (config.norm.inputs && !config.parallel) {
+    if (config.norm.inputs && feeds && !config.parallel) {
       Norm(prefix + "ffn_norm", layer.ffn_norm);
     }
-    if (config.norm.outputs) {
+    if (config.norm.outputs && mixes) {
       Norm(prefix + "attention_output_norm", layer.attention_output_norm);
+    }
+    if (config.norm.outputs && feeds) {
       Norm(prefix + "ffn_output_norm", layer.ffn_output_norm);
     }
   }
@@ -150,27 +155,51 @@ struct WeightsBuilder::Impl {
   void AddRecurrent(const std::string& prefix, RecurrentWeights& layer) {
     const RecurrentConfig& shape = config.recurrent;
     const int64_t heads = shape.num_value_heads;
-    Linear(layer.input, config.hidden_size,
-           {{prefix + "q", shape.KeySize()},
-            {prefix + "k", shape.KeySize()},
-            {prefix + "v", shape.ValueSize()},
-            {prefix + "z", shape.ValueSize()},
-            {prefix + "b", heads},
-            {prefix + "a", heads}});
+    const int64_t values = shape.ValueSize();
     Vector(prefix + "convolution", layer.convolution, shape.kernel * shape.Channels());
+    Vector(prefix + "convolution.bias", layer.convolution_bias, shape.Channels(), false);
+    Linear(layer.output, values, {{prefix + "o", config.hidden_size}});
+    const auto named = [&](const char* name, int64_t rows) {
+      return std::pair(prefix + name, rows);
+    };
+    const auto q = named("q", shape.KeySize());
+    const auto k = named("k", shape.KeySize());
+    const auto v = named("v", values);
+    const auto z = named("z", values);
+    switch (shape.rule) {
+      case RecurrentRule::kGatedDelta:
+        Linear(layer.input, config.hidden_size, {q, k, v, z, named("b", heads), named("a", heads)});
+        break;
+      case RecurrentRule::kSelectiveScan:
+        Linear(layer.input, config.hidden_size, {v, k, q, z, named("a", heads)});
+        Vector(prefix + "skip", layer.skip, heads);
+        break;
+      case RecurrentRule::kShortConvolution:
+        Linear(layer.input, config.hidden_size,
+               {v, named("in_gate", values), named("out_gate", values)});
+        return;
+    }
     Vector(prefix + "decay", layer.decay, heads);
     Vector(prefix + "dt_bias", layer.dt_bias, heads);
-    vectors[prefix + "norm"] = {&layer.norm, shape.value_dim, true, shape.num_value_heads};
-    Linear(layer.output, shape.ValueSize(), {{prefix + "o", config.hidden_size}});
+    if (shape.norm_groups > 0) {
+      const bool is_shared = shape.rule == RecurrentRule::kGatedDelta;  // by all heads
+      vectors[prefix + "norm"] = {&layer.norm, is_shared ? shape.value_dim : values, true,
+                                  is_shared ? shape.num_value_heads : 1};
+    }
+  }
+
+  // Returns the matrices of a feed-forward's input: only up if it has no gate.
+  std::vector<std::pair<std::string, int64_t>> GateAndUp(const std::string& prefix,
+                                                         int64_t rows) const {
+    if (config.gated) {
+      return {{prefix + "gate", rows}, {prefix + "up", rows}};
+    }
+    return {{prefix + "up", rows}};
   }
 
   void AddFeedForward(const std::string& prefix, LayerWeights& layer) {
     const int64_t inner = config.intermediate_size;
-    if (config.gated) {
-      Linear(layer.gate_up, config.hidden_size, {{prefix + "gate", inner}, {prefix + "up", inner}});
-    } else {
-      Linear(layer.gate_up, config.hidden_size, {{prefix + "up", inner}});
-    }
+    Linear(layer.gate_up, config.hidden_size, GateAndUp(prefix, inner));
     Linear(layer.down, inner, {{prefix + "down", config.hidden_size}});
   }
 
@@ -185,7 +214,7 @@ struct WeightsBuilder::Impl {
     }
     if (const int64_t shared = config.moe.shared_intermediate_size; shared > 0) {
       const std::string name = prefix + "shared.";
-      Linear(moe.shared_gate_up, hidden, {{name + "gate", shared}, {name + "up", shared}});
+      Linear(moe.shared_gate_up, hidden, GateAndUp(name, shared));
       Linear(moe.shared_down, shared, {{name + "down", hidden}});
       if (config.moe.shared_gate) {
         Linear(moe.shared_router, hidden, {{name + "router", 1}});
@@ -198,13 +227,16 @@ struct WeightsBuilder::Impl {
   void AddExpert(const std::string& prefix, ExpertWeights& expert) {
     const int64_t hidden = config.hidden_size;
     const int64_t inner = config.moe.intermediate_size;
+    Linear(expert.gate_up, hidden, GateAndUp(prefix, inner));
+    Linear(expert.down, inner, {{prefix + "down", hidden}});
     experts.push_back({&expert, prefix, LinearWeight{}});
-    Linear(expert.gate_up, hidden, {{prefix + "gate", inner}, {prefix + "up", inner}});
+    if (!config.gated) {
+      return;
+    }
     Linear(experts.back().interleaved, hidden, {{prefix + "gate_up", 2 * inner}});
     for (const char* name : {"gate", "up", "gate_up"}) {
       matrices[prefix + name].required = false;
     }
-    Linear(expert.down, inner, {{prefix + "down", hidden}});
   }
 
   // Declares a linear layer with one matrix per (name, rows), each with an optional bias.
@@ -277,15 +309,22 @@ struct WeightsBuilder::Impl {
     }
   }
 
-  bool Has(const std::string& matrix) const { return *matrices.at(matrix).target != nullptr; }
+  bool Has(const std::string& matrix) const {
+    const auto found = matrices.find(matrix);
+    return found != matrices.end() && *found->second.target != nullptr;
+  }
 
   bool Interleaved() const {
     return std::ranges::any_of(
         experts, [this](const ExpertSlot& slot) { return Has(slot.prefix + "gate_up"); });
   }
 
-  // Returns the names of an expert's gate and up matrices in the given form.
-  static std::vector<std::string> GateNames(const ExpertSlot& slot, bool interleaved) {
+  // Returns the names of an expert's gate and up matrices in the given form. Without gates there is
+  // only one.
+  std::vector<std::string> GateNames(const ExpertSlot& slot, bool interleaved) const {
+    if (!config.gated) {
+      return {slot.prefix + "up"};
+    }
     if (interleaved) {
       return {slot.prefix + "gate_up"};
     }
@@ -293,6 +332,9 @@ struct WeightsBuilder::Impl {
   }
 
   void AddMissingOfExperts(std::vector<std::string>& missing) const {
+    if (!config.gated) {
+      return;  // they are required
+    }
     const bool interleaved = Interleaved();
     for (const ExpertSlot& slot : experts) {
       for (const std::string& name : GateNames(slot, interleaved)) {
@@ -310,6 +352,9 @@ struct WeightsBuilder::Impl {
   }
 
   void RequireOneForm() const {
+    if (!config.gated) {
+      return;
+    }
     const bool interleaved = Interleaved();
     for (const ExpertSlot& slot : experts) {
       for (const std::string& name : GateNames(slot, !interleaved)) {
@@ -368,7 +413,7 @@ struct WeightsBuilder::Impl {
       }
     }
     AddMissingOfExperts(missing);
-    const auto has_attention = [&](size_t i) { return !config.recurrent.Has(static_cast<int>(i)); };
+    const auto has_attention = [&](size_t i) { return config.HasAttention(static_cast<int>(i)); };
     bool has_sinks = false;
     for (size_t i = 0; i < weights->layers.size(); ++i) {
       has_sinks =

@@ -54,14 +54,18 @@ struct NormWeight {
   VectorWeight bias;
 };
 
-// The layer of a RecurrentConfig.
+// The layer of a RecurrentConfig. Its rule says which parts `input` has, in this order:
+// kGatedDelta: q, k, v, z, b, a; kSelectiveScan: v, k, q, z, a; kShortConvolution: v, in_gate,
+// out_gate. Those before z are the channels of the convolution.
 struct RecurrentWeights {
-  LinearWeight input;        // q, k, v, z, b, a: [channels + value_size + 2 value_heads, hidden]
-  VectorWeight convolution;  // [kernel, channels]
-  VectorWeight decay;        // [value_heads]
-  VectorWeight dt_bias;      // [value_heads]
-  VectorWeight norm;         // [value_size]: the weight of one head for each of them
-  LinearWeight output;       // [hidden, value_size]
+  LinearWeight input;             // [InputSize, hidden]
+  VectorWeight convolution;       // [kernel, channels]
+  VectorWeight convolution_bias;  // [channels] or empty
+  VectorWeight decay;             // [value_heads]
+  VectorWeight dt_bias;           // [value_heads]
+  VectorWeight skip;              // [value_heads]; of kSelectiveScan
+  VectorWeight norm;              // [value_size]; empty if there is no norm
+  LinearWeight output;            // [hidden, value_size]
 };
 
 struct LayerWeights {
@@ -72,7 +76,7 @@ struct LayerWeights {
   LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
   LinearWeight attention_gate;  // [heads * head_dim, hidden] or empty
   LinearWeight output;          // [hidden, heads * head_dim]
-  RecurrentWeights recurrent;   // instead of the attention; empty in a layer with attention
+  RecurrentWeights recurrent;   // of a recurrent layer
   LinearWeight gate_up;         // [2 * intermediate, hidden], for a dense layer; only up if the
                                 // model's feed-forward has no gate
   LinearWeight down;            // [hidden, intermediate], for a dense layer
@@ -101,9 +105,9 @@ struct Weights {
 //   sinks}; the norms over hidden values may have a ".bias", as final_norm may,
 //   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias",
 //   layers.{i}.attention_gate if the model has it;
-// for a recurrent layer, instead of its attention:
-//   layers.{i}.recurrent.{q, k, v, z, b, a, o}, layers.{i}.recurrent.{convolution, decay, dt_bias,
-//   norm};
+// for a recurrent layer:
+//   layers.{i}.recurrent.{o, convolution, convolution.bias}, and by its rule (RecurrentWeights)
+//   layers.{i}.recurrent.{q, k, v, z, b, a, in_gate, out_gate, decay, dt_bias, skip, norm};
 // and for a layer with experts, instead of gate, up and down:
 //   layers.{i}.router, layers.{i}.router.score_bias,
 //   layers.{i}.experts.{e}.{gate, up, down} and the same with ".bias"; gate_up, with the rows
