@@ -109,6 +109,7 @@ def matrix_for_engine(
     interleaved_heads: int = 0,
     interleaved_rows: int = 0,
     transposed: bool = False,
+    scale: float = 1.0,
 ) -> tuple[str, npt.NDArray[Any]]:
     """Return (format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
 
@@ -116,7 +117,8 @@ def matrix_for_engine(
 
     `interleaved_heads` > 0 undoes the row order of interleaved RoPE in q and k: in the first
     `interleaved_rows` of each head, or in all for 0. Whole rows move, so this works for quantized
-    tensors too. `transposed` transposes the tensor, which must be F32, F16 or BF16.
+    tensors too. `transposed` transposes the tensor, and `scale` multiplies its values. For them it
+    must be F32, F16 or BF16.
     """
     kind = engine_format(tensor, exact)
     stored = tensor.bytes_by_row()
@@ -131,7 +133,7 @@ def matrix_for_engine(
         if kind == "nvfp4":
             _check_nvfp4(tensor, stored)
         return kind, ordered(stored)
-    if tensor.format == "BF16":
+    if tensor.format == "BF16" and scale == 1.0:
         halves = stored.view("<u2")
         if transposed:
             return kind, np.ascontiguousarray(halves.T)
@@ -142,7 +144,8 @@ def matrix_for_engine(
     step = max(row_step, _CHUNK_VALUES // tensor.cols // row_step * row_step)
     try:
         for start in range(0, tensor.rows, step):
-            chunk = _convert_rows(tensor, kind, span=slice(start, min(start + step, tensor.rows)))
+            span = slice(start, min(start + step, tensor.rows))
+            chunk = _convert_rows(tensor, kind, span=span, scale=scale)
             out[start : start + step] = chunk.view(np.uint8).reshape(-1, width)
     except ValueError as error:
         raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
@@ -184,7 +187,9 @@ def _check_nvfp4(tensor: StoredTensor, rows: npt.NDArray[np.uint8]) -> None:
         raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
 
 
-def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArray[Any]:
+def _convert_rows(
+    tensor: StoredTensor, kind: str, *, span: slice, scale: float
+) -> npt.NDArray[Any]:
     stored_format = tensor.format
     if tensor.matrix is not None and kind == tensor.matrix.kind:
         return tensor.matrix.blocks(span.start, span.stop)
@@ -202,6 +207,8 @@ def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArra
         values = values_of_rows(stored_format, rows)
         if tensor.factors is not None:
             values = values * tensor.factor
+        if scale != 1.0:
+            values = values * np.float32(scale)
     if kind == "f32":
         return np.ascontiguousarray(values)
     if stored_format == "NVFP4":
@@ -216,8 +223,9 @@ def vector_for_engine(
     interleaved_rows: int = 0,
     offset: float = 0.0,
     convert: VectorRule | None = None,
+    scale: float = 1.0,
 ) -> npt.NDArray[np.float32]:
-    """Return the FP32 values of a vector plus `offset`.
+    """Return the FP32 values of a vector times `scale` plus `offset`.
 
     A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes. `convert`
     gets the values in the shape of the tensor.
@@ -225,7 +233,7 @@ def vector_for_engine(
     values = values_of_rows(tensor.format, tensor.bytes_by_row())
     if convert is not None:
         values = convert(values.reshape(tensor.shape))
-    values = values.reshape(-1, 1)
+    values = values.reshape(-1, 1) * np.float32(scale)
     if offset:
         values = values + np.float32(offset)
     ordered = _separate_halves(values, interleaved_heads, rotated=interleaved_rows)

@@ -15,6 +15,7 @@ from lmdeploy.checkpoint.files.gguf_parts import part_paths
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
+from lmdeploy.models.decoder_config import BranchSettings
 
 # Bytes hashed at both ends of each tensor. Any training step changes them.
 _SAMPLE_BYTES = 4096
@@ -78,10 +79,14 @@ def hash_checkpoint(
         del config["moe"], config["swiglu_limit"]
     if checkpoint.config.recurrent is None:
         del config["recurrent"], config["structure"]["attention_gate"]  # as above
+    if checkpoint.config.branches == BranchSettings():
+        del config["branches"]  # as above
     digest.update(json.dumps([checkpoint.family.name, config], sort_keys=True).encode())
     for planned in sorted(filter(include, checkpoint.tensors), key=lambda planned: planned.name):
         tensor = planned.tensor
         metadata = [planned.name, tensor.format, list(tensor.shape), planned.interleaved_heads]
+        if planned.scale != 1.0:
+            metadata.append(planned.scale)
         digest.update(json.dumps(metadata).encode())
         digest.update(tensor.raw[:_SAMPLE_BYTES].tobytes())
         for part in tensor.parts:

@@ -16,6 +16,8 @@ from lmdeploy.checkpoint.tensor_plan import (
     Checkpoint,
     TensorLayout,
     as_location,
+    bias_of,
+    is_in_layer,
     plan_tensors,
     stored_dtype,
 )
@@ -53,13 +55,13 @@ def open_gguf(path: Path) -> Checkpoint:
     for name, stored in family.gguf_optional_tensors.items():
         if as_location(stored).name.format(i=0) in present:
             names[name] = stored
-    for matrix in REQUIRED_MATRICES:
-        if matrix not in names:
-            continue
-        place = as_location(names[matrix])
-        bias = place.name.removesuffix("weight") + "bias"
-        if bias.format(i=0) in present:
-            names[f"{matrix}.bias"] = replace(place, name=bias)
+    recurrent = family.recurrent.gguf_tensors if family.recurrent else {}
+    matrices = {kind: names[kind] for kind in REQUIRED_MATRICES if kind in names}
+    for kind, place in {**matrices, **recurrent}.items():
+        bias = bias_of(place)
+        layers = (i for i in range(config.num_layers) if is_in_layer(kind, config, layer=i))
+        if bias.name != as_location(place).name and bias.name.format(i=next(layers, 0)) in present:
+            names[f"{kind}.bias"] = bias
     tensors = tuple(
         plan_tensors(
             GgufFactors(file, source=str(path)),
@@ -67,7 +69,7 @@ def open_gguf(path: Path) -> Checkpoint:
             layout=TensorLayout(
                 names=names,
                 experts=family.experts.gguf if family.experts else (),
-                recurrent=family.recurrent.gguf_tensors if family.recurrent else {},
+                recurrent=recurrent,
                 interleaved_rope=family.gguf_interleaved_rope,
                 unused=tuple(
                     pattern.replace("<layers>", str(config.num_layers))
@@ -89,6 +91,7 @@ def _config(
     of_tensors: dict[str, Any] = {
         "vocab_size": file.tensor("token_embd.weight").rows,
         "tie_word_embeddings": "output.weight" not in file.names,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.names,
     }
     freq_factors = factors.pop(GGUF_ROPE_FACTORS, None)
     if freq_factors is None and len(factors) == len(GGUF_LONGROPE_FACTORS):

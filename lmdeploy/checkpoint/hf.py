@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +19,7 @@ from lmdeploy.checkpoint.tensor_plan import (
     Checkpoint,
     TensorLayout,
     as_location,
+    bias_of,
     plan_tensors,
     resolve_tied_head,
     stored_dtype,
@@ -94,6 +94,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     family = family_of_hf(architectures[0], source)
     quantization = _method_config(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
+    reader = reader.with_defaults(family.hf_derived(reader))
     reader.require(family.hf_fixed)
     config = read_decoder(reader, family)
     usual = {kind: as_location(name).name for kind, name in family.hf_tensors.items()}
@@ -106,9 +107,9 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
         file, kv_scales = take_kv_scales(file, config.num_layers, source=str(folder))
     names = {**family.hf_tensors, **family.hf_extra_tensors(reader)}
     config = resolve_tied_head(file, config, names=names, source=source)
+    recurrent = family.recurrent.hf_tensors if family.recurrent else {}
     for matrix in family.hf_bias(reader):
-        place = as_location(family.hf_tensors[matrix])
-        names[f"{matrix}.bias"] = replace(place, name=place.name.removesuffix("weight") + "bias")
+        names[f"{matrix}.bias"] = bias_of({**family.hf_tensors, **recurrent}[matrix])
     tensors = tuple(
         plan_tensors(
             file,
@@ -116,9 +117,10 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
             layout=TensorLayout(
                 names=names,
                 experts=family.experts.hf if family.experts else (),
-                recurrent=family.recurrent.hf_tensors if family.recurrent else {},
+                recurrent=recurrent,
                 interleaved_rope=family.hf_interleaved_rope,
                 norm_offset=family.hf_norm_offset,
+                scales=family.hf_scales(reader),
                 unused=tuple(
                     pattern.replace("<layers>", str(config.num_layers))
                     for pattern in family.hf_unused

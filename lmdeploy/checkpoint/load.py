@@ -204,6 +204,7 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
             interleaved_rows=interleaved,
             offset=planned.offset,
             convert=planned.convert,
+            scale=planned.scale,
         )
         return _Converted(planned, _VECTOR, vector)
     kind, values = matrix_for_engine(
@@ -212,6 +213,7 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
         interleaved_heads=heads,
         interleaved_rows=interleaved,
         transposed=planned.transposed,
+        scale=planned.scale,
     )
     scales = scales_for_engine(tensor, kind, interleaved_heads=heads, interleaved_rows=interleaved)
     return _Converted(planned, kind, values, scales)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import release_pages
 from lmdeploy.checkpoint.files.tensor_file import (
+    PLAIN_FORMATS,
     SPLIT_MXFP4,
     SUPPORTED_FORMATS,
     StoredTensor,
@@ -26,7 +27,7 @@ from lmdeploy.models.experts import (
     TensorLocation,
     VectorRule,
 )
-from lmdeploy.models.family import ATTENTION_TENSORS, FFN_MATRICES, ModelFamily, TensorNames
+from lmdeploy.models.family import FFN_MATRICES, ModelFamily, TensorNames
 
 logger = logging.getLogger("lmdeploy")
 
@@ -59,8 +60,9 @@ class TensorLayout:
 
     names: TensorNames  # in layers with attention and without experts, and outside the layers
     experts: tuple[ExpertTensors, ...]  # alternatives, for layers with experts
-    recurrent: TensorNames  # in place of attention's, for recurrent layers
+    recurrent: TensorNames  # of recurrent layers
     interleaved_rope: bool
+    scales: Mapping[str, float] = field(default_factory=dict)  # factors of stored values
     norm_offset: float = 0.0  # added to every norm weight
     unused: tuple[str, ...] = ()  # patterns of names that are ignored
 
@@ -76,6 +78,7 @@ class PlannedTensor:
     offset: float = 0.0  # added to the values of a vector
     transposed: bool = False  # stored as [inputs, outputs]
     convert: VectorRule | None = None  # makes a vector of the stored values
+    scale: float = 1.0  # factor of the values
     mapped: bool = False  # MXFP4 that the engine reads from the mapped file
 
     @property
@@ -184,9 +187,10 @@ def plan_tensors(
         offset = layout.norm_offset if kind.endswith("_norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
         mapped = heads == 0 and tensor.rows_of_groups is None and _is_mxfp4(tensor)
-        return PlannedTensor(
+        planned = PlannedTensor(
             name, tensor, heads, config.rope.dim, offset, convert=place.convert, mapped=mapped
         )
+        return _scaled(planned, layout.scales.get(kind, 1.0), source=source)
 
     for kind in outer:
         yield planned(kind)
@@ -205,16 +209,35 @@ def is_in_layer(kind: str, config: DecoderConfig, *, layer: int) -> bool:
     base = kind.removesuffix(".bias")
     if base in ("embedding", "final_norm", "head"):
         return False
+    has_attention, is_recurrent = config.has_attention(layer), config.is_recurrent(layer)
     if base in FFN_MATRICES:
-        return not config.has_experts(layer)
-    if base in ATTENTION_TENSORS:
-        return config.has_attention(layer)
-    return not base.startswith("recurrent.") or not config.has_attention(layer)
+        return config.has_feed_forward(layer) and not config.has_experts(layer)
+    if base in ("ffn_norm", "ffn_output_norm"):
+        return config.has_feed_forward(layer)
+    if base in ("attention_norm", "attention_output_norm"):
+        return has_attention or is_recurrent
+    return is_recurrent if base.startswith("recurrent.") else has_attention
+
+
+def _scaled(planned: PlannedTensor, scale: float, *, source: str) -> PlannedTensor:
+    """Return the tensor with a factor. Raise ModelFormatError if it is quantized."""
+    if scale != 1.0 and planned.tensor.format not in PLAIN_FORMATS:
+        raise ModelFormatError(
+            f"{source}: tensor {planned.tensor.name} is quantized, but config.json has a factor of "
+            f"{scale:g} for it. It must be F32, F16 or BF16."
+        )
+    return replace(planned, scale=scale)
 
 
 def as_location(name: str | TensorLocation) -> TensorLocation:
     """Return the location of a whole tensor if `name` is text, else `name`."""
     return TensorLocation(name) if isinstance(name, str) else name
+
+
+def bias_of(matrix: str | TensorLocation) -> TensorLocation:
+    """Return the location of a matrix's bias."""
+    place = as_location(matrix)
+    return replace(place, name=place.name.removesuffix("weight") + "bias", convert=None)
 
 
 def _interleaved_heads(kind: str, config: DecoderConfig) -> int:
@@ -293,6 +316,9 @@ class _Lookup:
         """Return the tensor of an engine name. `expert` selects an item of a stacked tensor."""
         name = place.name.format(i=layer, e=expert)
         shape = self._shapes[kind]
+        if place.grouped and self.config.recurrent is not None:
+            groups = self.config.recurrent.norm_groups
+            shape = (groups, shape[0] // groups)
         if place.scales:
             return self._split(kind, place, layer=layer, expert=expert)
         shape = shape[::-1] if place.transposed else shape
@@ -460,11 +486,14 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "recurrent.z": (values, hidden),
             "recurrent.b": (heads, hidden),
             "recurrent.a": (heads, hidden),
+            "recurrent.in_gate": (values, hidden),
+            "recurrent.out_gate": (values, hidden),
             "recurrent.o": (hidden, values),
             "recurrent.convolution": (2 * keys + values, recurrent.kernel),
             "recurrent.decay": (heads,),
             "recurrent.dt_bias": (heads,),
-            "recurrent.norm": (recurrent.value_dim,),
+            "recurrent.skip": (heads,),
+            "recurrent.norm": (recurrent.norm_size,),
         }
     shapes |= {
         f"{name}.bias": shape[:1]

@@ -5,21 +5,25 @@ from lmdeploy.models import (
     cohere,
     ernie4_5,
     exaone4,
+    falcon_h1,
     gemma2,
     gemma3,
     glm4,
     glm4_moe,
     gpt_oss,
     granite,
+    granite_hybrid,
     granite_moe,
     hunyuan,
     internlm,
+    lfm2,
     llama,
     llama4,
     minimax_m2,
     ministral,
     mistral,
     mixtral,
+    nemotron_h,
     olmo,
     phi3,
     qwen2,
@@ -51,9 +55,13 @@ FAMILIES: tuple[ModelFamily, ...] = (
     gemma3.FAMILY,
     smollm3.FAMILY,
     granite.FAMILY,
-    granite.HYBRID_FAMILY,
     granite_moe.FAMILY,
     granite_moe.SHARED_FAMILY,
+    granite_hybrid.FAMILY,
+    falcon_h1.FAMILY,
+    nemotron_h.FAMILY,
+    lfm2.FAMILY,
+    lfm2.MOE_FAMILY,
     phi3.FAMILY,
     internlm.FAMILY,
     internlm.INTERNLM3_FAMILY,
@@ -107,7 +115,8 @@ def family_of_gguf(architecture: str, source: str, *, has_experts: bool) -> Mode
     """
     families = [family for family in FAMILIES if architecture in family.gguf_architectures]
     for family in families:
-        if (family.experts is not None) == has_experts:
+        optional = family.experts is not None and family.experts.optional
+        if optional or (family.experts is not None) == has_experts:
             return family
     if families:
         raise ModelFormatError(

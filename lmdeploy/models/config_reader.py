@@ -175,13 +175,29 @@ class MetadataReader(ConfigReader):
         """Return the value of any type, or None if the key is missing."""
         return self._single(key, None) if self.has(key) else None
 
+    def of_branches(self, key: str) -> tuple[Any, list[bool]]:
+        """Return the value of the layers that have a branch, and which layers do.
+
+        REQUIRES: the value is a list. It has 0 for layers without the branch.
+        """
+        value = self._per_layer(key)
+        found = [item for item in value if item != 0]
+        if any(item != found[0] for item in found):
+            self._refuse(key, value, wanted="the same in all layers, or 0")
+        return found[0] if found else 0, [item != 0 for item in value]
+
+    def _per_layer(self, key: str) -> list[Any]:
+        value = list(self._values[key])
+        layers = self._values.get(f"{self._values.get('general.architecture')}.block_count")
+        if not value or len(value) != layers:
+            raise self.refuse(f"{key} has {len(value)} values. It must have one for each layer.")
+        return value
+
     def _single(self, key: str, default: Any) -> Any:
         value = self._get(key, default)
         if not isinstance(value, list):
             return value
-        layers = self._values.get(f"{self._values.get('general.architecture')}.block_count")
-        if len(value) != layers:
-            raise self.refuse(f"{key} has {len(value)} values. It must have one for each layer.")
+        value = self._per_layer(key)
         if any(item != value[0] for item in value):
             self._refuse(key, value, wanted="the same in all layers")
         return value[0]

@@ -63,14 +63,22 @@ class MoeSettings:
 
 @dataclass(frozen=True)
 class RecurrentSettings:
-    """Layers with a recurrent state instead of attention: the gated delta rule of Qwen3-Next."""
+    """Layers with a recurrent state, instead of attention or beside it.
 
-    layers: tuple[bool, ...]  # per layer; False for attention
-    num_key_heads: int
-    num_value_heads: int  # a multiple of num_key_heads
-    key_dim: int
-    value_dim: int
+    The rule "gated_delta" is that of Qwen3-Next, and "selective_scan" that of Mamba-2, whose C, B
+    and x are q, k and v. "short_convolution" (LFM2) has no heads, but `width` channels.
+    """
+
+    layers: tuple[bool, ...]  # per layer
     kernel: int  # of the convolution over q, k and v
+    rule: str = "gated_delta"
+    num_key_heads: int = 0
+    num_value_heads: int = 0  # a multiple of num_key_heads
+    key_dim: int = 0
+    value_dim: int = 0
+    width: int = 0
+    norm_groups: int = 0  # parts of the output that are normalized; 0 if there is no norm
+    gate_first: bool = False  # the gate precedes the norm
     tiled: bool = False  # the value heads of a key head are not adjacent, but num_key_heads apart
 
     @property
@@ -80,14 +88,31 @@ class RecurrentSettings:
 
     @property
     def value_size(self) -> int:
-        """Return the values of all value heads."""
-        return self.num_value_heads * self.value_dim
+        """Return the values of all value heads, or the channels of a convolution alone."""
+        return self.num_value_heads * self.value_dim + self.width
+
+    @property
+    def norm_size(self) -> int:
+        """Return the weights of the norm. All heads of the gated delta rule share them."""
+        return self.value_dim if self.rule == "gated_delta" else self.value_size
 
     def to_engine(self) -> RecurrentConfig:
         """Return the engine's form of these settings."""
         from lmdeploy._turbomind import RecurrentConfig
 
         return RecurrentConfig.from_dict(vars(self))
+
+
+@dataclass(frozen=True)
+class BranchSettings:
+    """The branches of each layer.
+
+    Without entries, every layer that is not recurrent has attention, and every layer has a
+    feed-forward.
+    """
+
+    attention: tuple[bool, ...] = ()  # per layer
+    feed_forward: tuple[bool, ...] = ()  # per layer
 
 
 @dataclass(frozen=True)
@@ -110,7 +135,8 @@ class DecoderConfig:
     ropes: tuple[RopeSettings, ...] = (RopeSettings(),)
     layer_ropes: tuple[int, ...] = ()  # per layer: index in ropes, or -1; empty means 0 for all
     moe: MoeSettings | None = None  # None if every layer is dense
-    recurrent: RecurrentSettings | None = None  # None if every layer has attention
+    recurrent: RecurrentSettings | None = None  # None if no layer is recurrent
+    branches: BranchSettings = BranchSettings()
     swiglu_limit: float = 7.0  # of clamped_swiglu
     structure: Structure = field(default_factory=Structure)
 
@@ -125,7 +151,17 @@ class DecoderConfig:
 
     def has_attention(self, layer: int) -> bool:
         """Return whether the layer has attention, and thus K and V."""
-        return self.recurrent is None or not self.recurrent.layers[layer]
+        if self.branches.attention:
+            return self.branches.attention[layer]
+        return not self.is_recurrent(layer)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return whether the layer has a recurrent state."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Return whether the layer has a feed-forward, dense or of experts."""
+        return not self.branches.feed_forward or self.branches.feed_forward[layer]
 
     def to_engine(self, dtype: str) -> ModelConfig:
         """Return the engine's form, with `dtype` as the cache dtype."""
@@ -134,6 +170,9 @@ class DecoderConfig:
         fields = vars(self) | self.structure.to_engine()
         fields["ropes"] = [rope.to_engine(self.head_dim) for rope in self.ropes]
         del fields["tied_head"], fields["structure"], fields["moe"], fields["recurrent"]
+        del fields["branches"]
+        fields["attention_layers"] = self.branches.attention
+        fields["feed_forward_layers"] = self.branches.feed_forward
         if self.moe is not None:
             fields["moe"] = self.moe.to_engine()
         if self.recurrent is not None:

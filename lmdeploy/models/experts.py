@@ -33,6 +33,7 @@ class TensorLocation:
     part: str = ""
     fused: tuple[str, ...] = ()
     heads: str = ""  # "heads", "kv_heads" or "key_heads"; empty: all rows of each
+    grouped: bool = False  # a norm's weights, stored as [groups, ...]; needs `convert`
     transposed: bool = False  # stored as [inputs, outputs]
     # Name of the E8M0 scales [.., outputs, inputs / 32] of an MXFP4 tensor. The tensor `name` then
     # has only the codes [.., outputs, inputs / 32, 16].
@@ -45,16 +46,17 @@ class TensorLocation:
 # layer: router, router.bias, experts.{gate, up, gate_up, down}[.bias],
 # shared.{gate, up, down, router}.
 ExpertTensors = Mapping[str, TensorLocation]
-MoeRule = Callable[[ConfigReader, int], MoeSettings]
+MoeRule = Callable[[ConfigReader, int], MoeSettings | None]
 
 
 @dataclass(frozen=True)
 class Experts:
     """The experts of a family. The maps are alternatives: a file follows exactly one of them."""
 
-    settings: MoeRule  # from config.json and the number of layers
+    settings: MoeRule  # from config.json and the number of layers; None for a dense model
     hf: tuple[ExpertTensors, ...]
     gguf: tuple[ExpertTensors, ...]
+    optional: bool = False  # some models of the family have none
 
 
 def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:

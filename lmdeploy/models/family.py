@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RecurrentSettings, RopeSettings
+from lmdeploy.models.decoder_config import BranchSettings, RecurrentSettings, RopeSettings
 from lmdeploy.models.experts import Experts, TensorLocation
 from lmdeploy.models.structure import Structure
 
@@ -87,7 +87,9 @@ Ropes = tuple[tuple[RopeSettings, ...], tuple[int, ...]]
 WindowRule = Callable[[ConfigReader, int], tuple[int, ...]]
 TensorRule = Callable[[ConfigReader], TensorNames]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
-GgufDefaultRule = Callable[[ConfigReader], Mapping[str, Any]]
+DefaultRule = Callable[[ConfigReader], Mapping[str, Any]]
+BranchRule = Callable[[ConfigReader, int], BranchSettings]
+ScaleRule = Callable[[ConfigReader], Mapping[str, float]]  # from the engine's names of tensors
 
 
 class RopeRule(Protocol):
@@ -98,6 +100,16 @@ class RopeRule(Protocol):
 
 def no_defaults(config: ConfigReader) -> Mapping[str, Any]:
     """Return no values."""
+    return {}
+
+
+def all_branches(config: ConfigReader, num_layers: int) -> BranchSettings:
+    """Return attention, unless a layer is recurrent, and a feed-forward for every layer."""
+    return BranchSettings()
+
+
+def no_scales(config: ConfigReader) -> Mapping[str, float]:
+    """Return no factors: the stored values are the weights."""
     return {}
 
 
@@ -217,6 +229,34 @@ def windows_by_type(
     return tuple(known[kind] for kind in kinds)
 
 
+def layers_of_types(
+    config: ConfigReader, num_layers: int, *, kinds: Mapping[str, bool]
+) -> tuple[bool, ...]:
+    """Return which layers are recurrent. `kinds` has the known values of `layer_types`.
+
+    A GGUF file shows them by their number of KV heads, which is 0.
+    """
+    if config.has("attention_layers"):
+        return tuple(not attends for attends in config.flags("attention_layers"))
+    named = config.texts("layer_types")
+    if len(named) != num_layers:
+        raise config.refuse(f"layer_types has {len(named)} entries. It must have {num_layers}.")
+    for kind in named:
+        if kind not in kinds:
+            raise config.refuse(
+                f"layer_types contains {kind[:40]!r}. It must be {' or '.join(kinds)}."
+            )
+    return tuple(kinds[kind] for kind in named)
+
+
+def stored_parts(name: str, parts: tuple[str, ...], *, heads: str = "") -> TensorNames:
+    """Return the tensors of a stored matrix with the rows of `parts`.
+
+    `heads` is as in TensorLocation.
+    """
+    return {part: TensorLocation(name, part=part, fused=parts, heads=heads) for part in parts}
+
+
 def no_bias(config: ConfigReader) -> tuple[str, ...]:
     """Return no names: no linear layer has a bias."""
     return ()
@@ -239,9 +279,10 @@ def qkv_bias(config: ConfigReader) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """The recurrent layers of a family: their settings, and the tensors in place of attention's."""
+    """The recurrent layers of a family: their settings and tensors."""
 
-    settings: Callable[[ConfigReader, int], RecurrentSettings]  # from the number of layers
+    # From the number of layers. None if none of them is recurrent.
+    settings: Callable[[ConfigReader, int], RecurrentSettings | None]
     hf_tensors: TensorNames
     gguf_tensors: TensorNames
     gguf_tiled: bool = False  # a GGUF file has another order of heads (RecurrentSettings.tiled)
@@ -268,7 +309,7 @@ class ModelFamily:
     structure: StructureRule = llama_structure
     ropes: RopeRule | None = None  # None uses one RoPE for all layers
     # Values of config.json that GGUF lacks or may lack, given the translated metadata.
-    gguf_defaults: GgufDefaultRule = no_defaults
+    gguf_defaults: DefaultRule = no_defaults
     hf_norm_offset: float = 0.0  # added to every norm weight
     hf_norm_eps: str = "rms_norm_eps"
     hf_dense_size: str = "intermediate_size"  # of the layers without experts
@@ -279,9 +320,13 @@ class ModelFamily:
     gguf_unused: tuple[str, ...] = ()
     # Defaults of transformers for keys that config.json lacks.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Values that follow from others, for keys that config.json lacks.
+    hf_derived: DefaultRule = no_defaults
     # The default if config.json has neither rope_parameters nor rope_scaling.
     hf_rope: Mapping[str, Any] | None = None
     activation: str = ""  # the engine's name; empty to use hidden_act
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    branches: BranchRule = all_branches
+    hf_scales: ScaleRule = no_scales  # of stored values
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config

@@ -33,6 +33,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "expert_shared_feed_forward_length": (
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
     ),
     "expert_used_count": ("num_experts_per_tok", "moe_k"),
     "expert_weights_norm": ("norm_topk_prob",),
@@ -45,17 +46,28 @@ _SAME: Mapping[str, tuple[str, ...]] = {
         "moe_layer_interval",
         "decoder_sparse_step",
     ),
-    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "leading_dense_block_count": (
+        "first_k_dense_replace",
+        "moe_layer_start_index",
+        "num_dense_layers",
+    ),
+    "moe_latent_size": ("moe_latent_size",),
     "logit_scale": ("logit_scale", "logits_scaling"),
     "residual_scale": ("residual_multiplier",),
     "rope.dimension_count": ("rotary_dim",),
     "rope.freq_base": ("rope_theta",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
-    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
-    "ssm.group_count": ("linear_num_key_heads",),
-    "ssm.inner_size": ("linear_value_size",),
-    "ssm.state_size": ("linear_key_head_dim",),
-    "ssm.time_step_rank": ("linear_num_value_heads",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
+    "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
+    "ssm.inner_size": ("linear_value_size", "mamba_d_ssm"),
+    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+}
+# Lists with one value for each layer, where 0 means that the layer lacks the branch.
+_BRANCHES = {
+    "attention.head_count_kv": "attention_layers",
+    "feed_forward_length": "feed_forward_layers",
 }
 # A value of 0 means that the key is missing.
 _UNSET_BY_ZERO = {
@@ -86,8 +98,11 @@ def translate_metadata(
     names: dict[str, str] = {}
 
     def state(ours: str, theirs: str) -> None:
-        names[ours] = f"{prefix}.{theirs}"
-        value = metadata.single(names[ours])
+        names[ours] = key = f"{prefix}.{theirs}"
+        if theirs in _BRANCHES and family.recurrent is not None and metadata.is_list(key):
+            value, values[_BRANCHES[theirs]] = metadata.of_branches(key)
+        else:
+            value = metadata.single(key)
         if value is not None and not (value == 0 and theirs in _UNSET_BY_ZERO):
             values[ours] = value
 

@@ -42,7 +42,8 @@ _SHARED: ExpertTensors = {
 _GGUF: tuple[ExpertTensors, ...] = (GGUF_EXPERTS, {**GGUF_EXPERTS, **GGUF_SHARED})
 
 
-def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
+def shared_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
+    """Return settings with experts in every layer, and a shared one if it has a size."""
     shared = config.integer("shared_intermediate_size", default=0, low=0, high=MAX_WIDTH)
     return replace(
         local_experts(config, num_layers), shared_intermediate_size=shared, shared_gate=False
@@ -59,7 +60,7 @@ FAMILY = ModelFamily(
     gguf_interleaved_rope=True,
     structure=granite_structure,
     gguf_defaults=gguf_granite_defaults,
-    experts=Experts(settings=_settings, hf=(_PUBLISHED, _STACKED), gguf=_GGUF),
+    experts=Experts(settings=shared_experts, hf=(_PUBLISHED, _STACKED), gguf=_GGUF),
 )
 SHARED_FAMILY = replace(
     FAMILY,
@@ -69,6 +70,6 @@ SHARED_FAMILY = replace(
     hf_architectures=("GraniteMoeSharedForCausalLM",),
     gguf_architectures=(),
     experts=Experts(
-        settings=_settings, hf=({**_PUBLISHED, **_SHARED}, {**_STACKED, **_SHARED}), gguf=()
+        settings=shared_experts, hf=({**_PUBLISHED, **_SHARED}, {**_STACKED, **_SHARED}), gguf=()
     ),
 )

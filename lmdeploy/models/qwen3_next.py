@@ -22,6 +22,8 @@ from lmdeploy.models.family import (
     ModelFamily,
     Recurrent,
     TensorNames,
+    layers_of_types,
+    stored_parts,
 )
 from lmdeploy.models.structure import Structure
 
@@ -29,6 +31,7 @@ from lmdeploy.models.structure import Structure
 _MAX_HEADS = 1 << 16
 _MAX_DIM = 256
 _MAX_KERNEL = 8
+_KINDS = {"linear_attention": True, "full_attention": False}
 _LAYER = "model.layers.{i}.linear_attn"
 
 
@@ -46,19 +49,10 @@ def _layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
                 f"{num_layers}."
             )
         return listed
-    kinds = config.texts("layer_types")
-    if not kinds:
-        interval = config.integer("full_attention_interval", default=4)
-        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        raise config.refuse(f"layer_types has {len(kinds)} entries. It must have {num_layers}.")
-    known = {"linear_attention": True, "full_attention": False}
-    for kind in kinds:
-        if kind not in known:
-            raise config.refuse(
-                f"layer_types contains {kind[:40]!r}. It must be {' or '.join(known)}."
-            )
-    return tuple(known[kind] for kind in kinds)
+    if config.texts("layer_types"):
+        return layers_of_types(config, num_layers, kinds=_KINDS)
+    interval = config.integer("full_attention_interval", default=4)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
 def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
@@ -69,6 +63,7 @@ def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
         key_dim=config.integer("linear_key_head_dim", high=_MAX_DIM),
         value_dim=config.integer("linear_value_head_dim", high=_MAX_DIM),
         kernel=config.integer("linear_conv_kernel_dim", low=2, high=_MAX_KERNEL),
+        norm_groups=config.integer("linear_num_value_heads", high=_MAX_HEADS),
     )
     if settings.num_value_heads % settings.num_key_heads:
         raise config.refuse(
@@ -81,8 +76,6 @@ def _settings(config: ConfigReader, num_layers: int) -> RecurrentSettings:
     ):
         if size % 16:
             raise config.refuse(f"{config.name(key)} is {size}. It must be a multiple of 16.")
-    if all(settings.layers):
-        raise config.refuse("The model has no layer with full attention. It needs at least one.")
     return settings
 
 
@@ -97,12 +90,8 @@ def _gguf_defaults(config: ConfigReader) -> dict[str, Any]:
     return {"linear_value_head_dim": size // heads, "norm_topk_prob": True}
 
 
-def _parts(name: str, parts: tuple[str, ...], *, heads: str = "") -> TensorNames:
-    """Return the tensors of a stored matrix with the rows of `parts`."""
-    return {part: TensorLocation(name, part=part, fused=parts, heads=heads) for part in parts}
-
-
 _QKV = ("recurrent.q", "recurrent.k", "recurrent.v")
+_GATES = ("recurrent.b", "recurrent.a")
 _Q_AND_GATE = ("q", "attention_gate")  # of each head
 _HF_MIXER: TensorNames = {
     "recurrent.convolution": TensorLocation(f"{_LAYER}.conv1d.weight", convert=np.transpose),
@@ -114,18 +103,18 @@ _HF_MIXER: TensorNames = {
 # Qwen3-Next stores the rows of a key head, and of the value heads that read it, together.
 _HF_NEXT: TensorNames = {
     **_HF_MIXER,
-    **_parts(f"{_LAYER}.in_proj_qkvz.weight", (*_QKV, "recurrent.z"), heads="key_heads"),
-    **_parts(f"{_LAYER}.in_proj_ba.weight", ("recurrent.b", "recurrent.a"), heads="key_heads"),
+    **stored_parts(f"{_LAYER}.in_proj_qkvz.weight", (*_QKV, "recurrent.z"), heads="key_heads"),
+    **stored_parts(f"{_LAYER}.in_proj_ba.weight", _GATES, heads="key_heads"),
 }
 _HF_3_5: TensorNames = {
     **_HF_MIXER,
-    **_parts(f"{_LAYER}.in_proj_qkv.weight", _QKV),
+    **stored_parts(f"{_LAYER}.in_proj_qkv.weight", _QKV),
     "recurrent.z": f"{_LAYER}.in_proj_z.weight",
     "recurrent.b": f"{_LAYER}.in_proj_b.weight",
     "recurrent.a": f"{_LAYER}.in_proj_a.weight",
 }
 _GGUF_MIXER: TensorNames = {
-    **_parts("blk.{i}.attn_qkv.weight", _QKV),
+    **stored_parts("blk.{i}.attn_qkv.weight", _QKV),
     "recurrent.z": "blk.{i}.attn_gate.weight",
     "recurrent.convolution": TensorLocation("blk.{i}.ssm_conv1d.weight", convert=np.transpose),
     "recurrent.decay": TensorLocation("blk.{i}.ssm_a", convert=np.negative),
@@ -135,7 +124,7 @@ _GGUF_MIXER: TensorNames = {
 }
 _GGUF_NEXT: TensorNames = {
     **_GGUF_MIXER,
-    **_parts("blk.{i}.ssm_ba.weight", ("recurrent.b", "recurrent.a"), heads="key_heads"),
+    **stored_parts("blk.{i}.ssm_ba.weight", _GATES, heads="key_heads"),
 }
 _GGUF_3_5: TensorNames = {
     **_GGUF_MIXER,
@@ -145,12 +134,12 @@ _GGUF_3_5: TensorNames = {
 _HF_ATTENTION: TensorNames = {
     **HF_TENSORS,
     **HF_QK_NORM,
-    **_parts("model.layers.{i}.self_attn.q_proj.weight", _Q_AND_GATE, heads="heads"),
+    **stored_parts("model.layers.{i}.self_attn.q_proj.weight", _Q_AND_GATE, heads="heads"),
 }
 _GGUF_ATTENTION: TensorNames = {
     **GGUF_TENSORS,
     **GGUF_QK_NORM,
-    **_parts("blk.{i}.attn_q.weight", _Q_AND_GATE, heads="heads"),
+    **stored_parts("blk.{i}.attn_q.weight", _Q_AND_GATE, heads="heads"),
     "ffn_norm": "blk.{i}.post_attention_norm.weight",
 }
 _DEFAULTS = {

@@ -38,9 +38,9 @@ def read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     max_position = reader.integer("max_position_embeddings", default=2048, high=MAX_POSITION)
     layers = reader.integer("num_hidden_layers", high=_MAX_LAYERS)
     moe = None
-    if family.experts is not None:
+    if family.experts is not None and (found := family.experts.settings(reader, layers)):
         moe = replace(
-            family.experts.settings(reader, layers),
+            found,
             num_groups=reader.integer("n_group", default=1),
             top_groups=reader.integer("topk_group", default=1),
         )
@@ -67,6 +67,7 @@ def read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
             layer_ropes=layer_ropes,
             moe=moe,
             recurrent=family.recurrent.settings(reader, layers) if family.recurrent else None,
+            branches=family.branches(reader, layers),
             structure=family.structure(reader),
             swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
         ),
@@ -80,6 +81,8 @@ def _check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
             f"The number of query heads is {config.num_heads}. It must be a multiple of the "
             f"{config.num_kv_heads} KV heads."
         )
+    if not any(config.has_attention(layer) for layer in range(config.num_layers)):
+        raise reader.refuse("The model has no layer with attention. It needs at least one.")
     if config.head_dim % 16:
         raise reader.refuse(f"head_dim is {config.head_dim}. It must be a multiple of 16.")
     for rope in config.ropes:

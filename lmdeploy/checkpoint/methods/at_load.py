@@ -24,12 +24,14 @@ _QUANTIZERS = {"q8_0": values_to_q8_0, "q4_1": values_to_q4_1}
 class RoundedMatrix:
     """A QuantizedMatrix made from values. `tensor` is F32, F16 or BF16.
 
-    `transposed` means that the tensor is stored as [inputs, outputs].
+    `transposed` means that the tensor is stored as [inputs, outputs]. `scale` multiplies the
+    values.
     """
 
     tensor: StoredTensor
     kind: str  # q8_0 or q4_1
     transposed: bool
+    scale: float
 
     row_step = 1
 
@@ -54,6 +56,9 @@ class RoundedMatrix:
         return values
 
     def _values(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+        return self._stored_values(begin, end) * np.float32(self.scale)
+
+    def _stored_values(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         tensor = self.tensor
         if not self.transposed:
             rows = tensor.bytes_by_row()[begin:end]
@@ -108,8 +113,8 @@ def _rounded(planned: PlannedTensor, kind: str, *, text: str) -> PlannedTensor:
             f"is {text!r}, but {tensor.name} has {planned.cols} inputs, which are no multiple of "
             f"{_BLOCK}. Leave out its part or remove --weight-format.",
         )
-    matrix = RoundedMatrix(tensor, kind, planned.transposed)
+    matrix = RoundedMatrix(tensor, kind, planned.transposed, planned.scale)
     shape = (planned.rows, planned.cols)
     name = f"{tensor.format} AS {kind.upper()}"  # the hash of the packed weights covers it
     rounded = StoredTensor(tensor.name, name, shape, tensor.raw, matrix=matrix)
-    return replace(planned, tensor=rounded, transposed=False)
+    return replace(planned, tensor=rounded, transposed=False, scale=1.0)

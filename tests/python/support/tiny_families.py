@@ -36,6 +36,36 @@ _RECURRENT = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }
+_MAMBA2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+}
+_FALCON_H1 = {
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 1.4,
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    "mlp_multipliers": [0.8, 1.25],
+}
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+}
 _SHARED_EXPERT = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -100,6 +130,85 @@ FAMILY_MODELS = (
         "granite-moe-shared",
         "GraniteMoeShared",
         {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
+    ),
+    TinyModel(
+        "granite-4-h",
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE,
+            **_MAMBA2,
+            "mamba_proj_bias": True,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+        },
+    ),
+    TinyModel(
+        "granite-4-h-moe",
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE,
+            **_MAMBA2,
+            **_EXPERTS,
+            "mamba_conv_bias": False,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 96,
+        },
+    ),
+    TinyModel("falcon-h1", "FalconH1", _FALCON_H1),
+    TinyModel(
+        "falcon-h1-norm", "FalconH1", {**_FALCON_H1, "mamba_rms_norm": True, "mlp_bias": True}
+    ),
+    TinyModel(
+        "falcon-h1-gate",
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    TinyModel(
+        "nemotron-h",
+        "NemotronH",
+        {
+            "layers_block_type": [
+                "linear_attention",
+                "moe",
+                "linear_attention",
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "mlp",
+            ],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "time_step_min": 1e-12,  # transformers limits the time steps of prompts by it
+        },
+    ),
+    TinyModel("lfm2", "Lfm2", {**_LFM2, "block_multiple_of": 32}),
+    TinyModel("lfm2-bias", "Lfm2", {**_LFM2, "conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    TinyModel(
+        "lfm2-moe",
+        "Lfm2Moe",
+        {
+            **_LFM2,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
     ),
     TinyModel("phi3-window", "Phi3", {"sliding_window": 40, "pad_token_id": 0}),
     TinyModel(

@@ -55,7 +55,7 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
         biases = [
             (name, buffer)
             for name, buffer in model.named_buffers()
-            if name.endswith("e_score_correction_bias")
+            if name.endswith(("e_score_correction_bias", "expert_bias"))
         ]
         for name, tensor in [*model.named_parameters(), *biases]:
             noise = torch.randn(tensor.shape, generator=generator)
