@@ -125,7 +125,7 @@ FAMILY = ModelFamily(
         "down": "model.layers.{i}.feed_forward.down_proj.weight",
     },
     hf_extra_tensors=_norm,
-    gguf_tensors=GGUF_TENSORS,
+    gguf_tensors={**GGUF_TENSORS, "ffn_norm": "blk.{i}.ffn_norm"},
     gguf_optional_tensors={"recurrent.norm": GGUF_MAMBA2["recurrent.norm"]},
     structure=_structure,
     # llama.cpp computes the gate first.

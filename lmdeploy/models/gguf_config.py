@@ -57,6 +57,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "rope.dimension_count": ("rotary_dim",),
     "rope.freq_base": ("rope_theta",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
+    "rope.scaling.finetuned": ("rope_finetuned",),  # whether Granite's hybrids have RoPE
     "shortconv.l_cache": ("conv_L_cache",),
     "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
     "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),

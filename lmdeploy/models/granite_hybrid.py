@@ -66,8 +66,13 @@ def _derived(config: ConfigReader) -> Mapping[str, Any]:
 
 
 def _gguf_defaults(config: ConfigReader) -> Mapping[str, Any]:
-    # Only the variant with RoPE says so, by `rope.scaling.finetuned`.
-    return {**gguf_granite_defaults(config), **gguf_mamba2_head_dim(config)}
+    has_rope = config.flag("rope_finetuned", default=False)
+    return {
+        **gguf_granite_defaults(config),
+        **gguf_mamba2_head_dim(config),
+        "position_embedding_type": "rope" if has_rope else "nope",
+        "shared_intermediate_size": config.integer("intermediate_size", high=MAX_WIDTH),
+    }
 
 
 def _experts(config: ConfigReader, num_layers: int) -> MoeSettings | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recurrent_gguf import recurrent_tensors
+from recurrent_gguf import recurrent_tensors, with_falcon_factors
 from tiny_families import FAMILY_MODELS
 from tiny_gguf import finish_gguf, interleave, write_tokenizer
 from tiny_models import TinyModel
@@ -34,11 +34,30 @@ _RECURRENT = {
     "ssm.state_size": 32,
     "ssm.time_step_rank": 4,
 }
+_MAMBA2 = {
+    "ssm.conv_kernel": 4,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 512,
+    "ssm.state_size": 32,
+    "ssm.time_step_rank": 16,
+}
+# The sizes of these models are those that llama.cpp and its converter accept.
+_GRANITE_H = {**_GRANITE, **_MAMBA2, "attention.head_count_kv": [0, 2, 0, 0]}
+_GRANITE_SIZES = {
+    "hidden_size": 256,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 32,
+    "mamba_proj_bias": False,
+    "mamba_conv_bias": True,
+}
+_LFM2 = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2, 0]}
 # End of a name in transformers → names in GGUF of the parts of its rows.
 _EXPERT_NAMES = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "experts.up_proj": ("ffn_up_exps.weight",),
     "experts.down_proj": ("ffn_down_exps.weight",),
     "e_score_correction_bias": ("exp_probs_b.bias",),
+    "expert_bias": ("exp_probs_b.bias",),
     "shared_experts.gate_proj.weight": ("ffn_gate_shexp.weight",),
     "shared_experts.up_proj.weight": ("ffn_up_shexp.weight",),
     "shared_experts.down_proj.weight": ("ffn_down_shexp.weight",),
@@ -49,8 +68,15 @@ _EXPERT_NAMES = {
     "shared_expert.down_proj.weight": ("ffn_down_shexp.weight",),
     "feed_forward.router.weight": ("ffn_gate_inp.weight",),
     "mlp.gate.weight": ("ffn_gate_inp.weight",),
+    "mixer.gate.weight": ("ffn_gate_inp.weight",),
+    "feed_forward.gate.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+}
+# The same for a dense model of a family with a shared expert.
+_DENSE_NAMES = {
+    "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
+    "shared_mlp.output_linear.weight": ("ffn_down.weight",),
 }
 
 
@@ -66,6 +92,11 @@ class GgufModel:
     unused_layers: int = 0  # that predict several tokens at once
 
 
+def resized(tiny: TinyModel, settings: dict[str, Any], *, name: str = "") -> TinyModel:
+    """Return the model with other settings, and maybe another name."""
+    return replace(tiny, name=name or tiny.name, settings={**tiny.settings, **settings})
+
+
 def _tiny(name: str, architecture: str, settings: dict[str, Any], **options: Any) -> TinyModel:
     return TinyModel(name, architecture, {"pad_token_id": 0, **settings}, **options)
 
@@ -75,7 +106,7 @@ _GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 64, "tie_word_embedding
 _WIDE = {"hidden_size": 256}
 _SHORT = [1.0 + 0.05 * i for i in range(32)]
 _LONG = [2.0 + 0.1 * i for i in range(32)]
-GGUF_MODELS = (
+GGUF_MODELS: tuple[GgufModel, ...] = (
     GgufModel(
         _tiny("gemma2", "Gemma2", {**_GEMMA, "attn_logit_softcapping": 5.0}),
         "gemma2",
@@ -291,6 +322,104 @@ GGUF_MODELS = (
 )
 
 
+HYBRID_MODELS = (
+    GgufModel(
+        resized(
+            _FAMILIES["granite-4-h"],
+            {**_GRANITE_SIZES, "intermediate_size": 96, "num_experts_per_tok": 0},
+        ),
+        "granitehybrid",
+        {**_GRANITE_H, "rope.scaling.finetuned": False},
+        permuted=True,
+    ),
+    GgufModel(
+        resized(_FAMILIES["granite-4-h-moe"], _GRANITE_SIZES),
+        "granitehybrid",
+        {
+            **_GRANITE_H,
+            **_EXPERT_KEYS,
+            "expert_shared_feed_forward_length": 96,
+            "rope.scaling.finetuned": False,
+        },
+        permuted=True,
+    ),
+    *(
+        GgufModel(
+            resized(_FAMILIES[name], settings),
+            "falcon-h1",
+            {**_MAMBA2, "ssm.inner_size": 96, "ssm.time_step_rank": 6},
+        )
+        for name, settings in (
+            ("falcon-h1", {}),
+            (
+                "falcon-h1-gate",
+                {"mamba_proj_bias": False, "projectors_bias": False, "attention_bias": False},
+            ),
+        )
+    ),
+    GgufModel(
+        resized(
+            _FAMILIES["nemotron-h"],
+            {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+            name="nemotron-h-dense",
+        ),
+        "nemotron_h",
+        {
+            **_MAMBA2,
+            "ssm.inner_size": 128,
+            "ssm.time_step_rank": 8,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "feed_forward_length": [0, 160, 0, 160],
+        },
+    ),
+    GgufModel(
+        resized(
+            _FAMILIES["nemotron-h"],
+            {
+                "layers_block_type": [
+                    "linear_attention",
+                    "moe",
+                    "linear_attention",
+                    "linear_attention",
+                    "full_attention",
+                    "moe",
+                ]
+            },
+        ),
+        "nemotron_h_moe",
+        {
+            **_MAMBA2,
+            "ssm.inner_size": 128,
+            "ssm.time_step_rank": 8,
+            "attention.head_count_kv": [0, 0, 0, 0, 2, 0],
+            "feed_forward_length": [0, 48, 0, 0, 0, 48],
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "expert_feed_forward_length": 48,
+            "expert_shared_count": 1,
+            "expert_shared_feed_forward_length": 80,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+        },
+    ),
+    GgufModel(resized(_FAMILIES["lfm2"], _WIDE), "lfm2", {**_LFM2, "feed_forward_length": 128}),
+    GgufModel(
+        resized(_FAMILIES["lfm2-moe"], _WIDE),
+        "lfm2moe",
+        {
+            **_LFM2,
+            **_EXPERT_KEYS,
+            "expert_feed_forward_length": 48,
+            "expert_gating_func": 2,
+            "leading_dense_block_count": 1,
+        },
+    ),
+)
+GGUF_MODELS += HYBRID_MODELS
+
+
 def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     """Write the model's tensors in FP32, in the order and under the names of llama.cpp."""
     import gguf
@@ -305,16 +434,19 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     if "feed_forward_length" not in made.keys:
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "attention.head_count_kv" not in made.keys:
+        writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    if hasattr(config, "rms_norm_eps"):
+    if made.arch.startswith("lfm2"):
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        names = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         writer.add_layer_norm_eps(next(getattr(config, n) for n in names if hasattr(config, n)))
-    if "rope.freq_base" not in made.keys:
+    if "rope.freq_base" not in made.keys and getattr(config, "rope_parameters", None):
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in made.keys.items():
         add = {
@@ -338,7 +470,10 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, parameter in model.state_dict().items():
         values = parameter.detach().numpy()
-        if parts := _expert_parts(name):
+        if made.arch == "falcon-h1":
+            values = with_falcon_factors(name, values, config)
+        is_dense = getattr(config, "num_local_experts", 1) == 0
+        if parts := _parts(name, {**_EXPERT_NAMES, **(_DENSE_NAMES if is_dense else {})}):
             if made.arch == "llama4" and values.ndim == 3:  # [experts, inputs, outputs]
                 values = values.swapaxes(-1, -2)
             for stored, part in zip(parts, _split(values, len(parts)), strict=True):
@@ -350,6 +485,8 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if made.arch.startswith("nemotron_h"):
+            name = name.replace("model.", "backbone.", 1)  # the name in folders
         stored = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if name.endswith("norm.weight"):
@@ -359,9 +496,9 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     finish_gguf(writer)
 
 
-def _expert_parts(name: str) -> list[str]:
-    """Return the names in GGUF of the parts of a tensor of the experts, or nothing for others."""
-    for end, parts in _EXPERT_NAMES.items():
+def _parts(name: str, names: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return the names in GGUF of the parts of a tensor, or nothing if `names` has none."""
+    for end, parts in names.items():
         if name.endswith(end):
             return [f"blk.{name.split('.')[2]}.{part}" for part in parts]
     return []
