@@ -65,6 +65,32 @@ def gated_delta(
     return out
 
 
+def selective_scan(
+    q: Doubles,
+    k: Doubles,
+    v: Doubles,
+    a: Doubles,
+    decay: Doubles,
+    dt_bias: Doubles,
+    skip: Doubles,
+    *,
+    dt_limits: tuple[float, float] = (0.0, np.inf),
+) -> Doubles:
+    """Return the outputs of the selective scan, in the shape of v.
+
+    q and k are [tokens, key_heads, key_dim], v is [tokens, value_heads, value_dim], a is
+    [tokens, value_heads], decay, dt_bias and skip are [value_heads].
+    """
+    repeats = v.shape[1] // q.shape[1]
+    queries, keys = np.repeat(q, repeats, axis=1), np.repeat(k, repeats, axis=1)
+    dt = np.clip(np.logaddexp(0, a + dt_bias), *dt_limits)
+    # Token s adds dt k vᵀ, and the tokens behind it scale that: the sum over s <= t, without a state.
+    logs = np.cumsum(-decay * dt, axis=0)
+    scales = np.tril(np.exp(logs.T[:, :, None] - logs.T[:, None, :]))
+    weights = np.einsum("thk,shk->hts", queries, keys) * scales * dt.T[:, None, :]
+    return np.asarray(np.einsum("hts,shv->thv", weights, v) + skip[:, None] * v)
+
+
 def pattern(size: int, seed: int) -> Doubles:
     """Return the values that the C++ tests use (tests/cpp/ops/recurrent_fixture.h)."""
     return ((np.arange(size) * 37 + 11 * seed) % 101 - 50) / 32
@@ -79,20 +105,44 @@ def pattern_convolution(tokens: int, channels: int, kernel: int) -> Doubles:
     )
 
 
-def pattern_gated_delta(tokens: int, heads: tuple[int, int], dims: tuple[int, int]) -> Doubles:
-    """Return the outputs of the delta rule whose arguments are patterns.
+def pattern_gated_convolution(tokens: int, channels: int, kernel: int) -> Doubles:
+    """Return the outputs of a convolution with gates whose arguments are patterns.
 
-    `heads` and `dims` are those of keys and of values. The pattern fills rows of q, k, v, b and a.
+    The pattern fills rows of x and the gates of the input and of the output.
+    """
+    x, in_gate, out_gate = np.split(pattern(tokens * 3 * channels, 5).reshape(tokens, -1), 3, axis=1)
+    weight = pattern(kernel * channels, 3).reshape(kernel, channels)
+    return out_gate * short_convolution(x * in_gate, weight, silu=False)
+
+
+def pattern_heads(
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int], gates: int
+) -> list[Doubles]:
+    """Return q, k, v and the gates of rows that a pattern fills.
+
+    `heads` and `dims` are those of keys and of values.
     """
     keys, values = heads[0] * dims[0], heads[1] * dims[1]
-    rows = pattern(tokens * (2 * keys + values + 2 * heads[1]), 5).reshape(tokens, -1)
-    q, k, v, b, a = np.split(rows, np.cumsum([keys, keys, values, heads[1]]).tolist(), axis=1)
-    return gated_delta(
-        q.reshape(tokens, heads[0], dims[0]),
-        k.reshape(tokens, heads[0], dims[0]),
-        v.reshape(tokens, heads[1], dims[1]),
-        b,
-        a,
-        np.square(pattern(heads[1], 1)) + 1 / 64,
-        pattern(heads[1], 2),
-    )
+    sizes = [keys, keys, values] + gates * [heads[1]]
+    rows = pattern(tokens * sum(sizes), 5).reshape(tokens, -1)
+    q, k, v, *rest = np.split(rows, np.cumsum(sizes)[:-1].tolist(), axis=1)
+    shapes = [(tokens, heads[0], dims[0])] * 2 + [(tokens, heads[1], dims[1])]
+    return [x.reshape(shape) for x, shape in zip((q, k, v), shapes, strict=True)] + rest
+
+
+def pattern_decay(heads: int) -> Doubles:
+    """Return the factors of the steps that the C++ tests use."""
+    return np.asarray(np.square(pattern(heads, 1)) + 1 / 64)
+
+
+def pattern_gated_delta(tokens: int, heads: tuple[int, int], dims: tuple[int, int]) -> Doubles:
+    """Return the outputs of the delta rule whose arguments are patterns."""
+    q, k, v, b, a = pattern_heads(tokens, heads, dims, 2)
+    return gated_delta(q, k, v, b, a, pattern_decay(heads[1]), pattern(heads[1], 2))
+
+
+def pattern_selective_scan(tokens: int, heads: tuple[int, int], dims: tuple[int, int]) -> Doubles:
+    """Return the outputs of the selective scan whose arguments are patterns."""
+    q, k, v, a = pattern_heads(tokens, heads, dims, 1)
+    of_head = pattern_decay(heads[1]), pattern(heads[1], 2), pattern(heads[1], 6)
+    return selective_scan(q, k, v, a, *of_head, dt_limits=(0.25, 4))

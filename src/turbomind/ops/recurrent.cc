@@ -98,6 +98,7 @@ void invokeGatedDelta(Device& device, const GatedDeltaParams& params) {
 void invokeSelectiveScan(Device& device, const SelectiveScanParams& params) {
   CheckHeads(params.heads);
   Check(params.skip != nullptr, "skip must be set");
+  Check(params.dt_min <= params.dt_max, "dt_min must be at most dt_max");
   device.SelectiveScan(params);
 }
 

@@ -8,6 +8,7 @@
 // into steps. The state before the first position of a sequence is zero, whatever its slot holds.
 
 #include <cstdint>
+#include <limits>
 
 #include "turbomind/kv/state_view.h"
 #include "turbomind/ops/params.h"
@@ -105,12 +106,14 @@ struct GatedDeltaParams {
 };
 
 // Selective scan of Mamba-2, whose C, B and x are q, k and v. For each token:
-//   dt = softplus(a[h] + dt_bias[h])
+//   dt = softplus(a[h] + dt_bias[h]), but at least dt_min and at most dt_max
 //   S = exp(-decay[h] * dt) * S + k ⊗ (dt * v[h])
 //   out[h] = Sᵀ q + skip[h] * v[h]
 struct SelectiveScanParams {
   StateHeads heads;
   const float* skip = nullptr;  // [value_heads]
+  float dt_min = 0.f;
+  float dt_max = std::numeric_limits<float>::infinity();
 };
 
 // Normalizes runs of `group` values and multiplies with a gate:

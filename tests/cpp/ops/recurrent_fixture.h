@@ -243,159 +243,21 @@ inline Floats Columns(const Floats& rows, int64_t row_size, int64_t begin, int64
 
 inline double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-struct DeltaOp {
-  static constexpr int64_t kPad = 4;  // values behind each row, which are not read
-
-  int key_heads = 1;
-  int value_heads = 1;
-  int key_dim = 16;
-  int value_dim = 16;
-  double error = 0;    // of an output of 1
-  bool tiled = false;  // value head h reads key head h % key_heads
-
-  int64_t keys() const { return int64_t{key_heads} * key_dim; }
-  int64_t values() const { return int64_t{value_heads} * value_dim; }
-  int64_t qkv_size() const { return 2 * keys() + values(); }
-  int64_t row_size() const { return qkv_size() + 2 * value_heads; }  // q, k, v, b, a
-  int64_t out_size() const { return values(); }
-  int64_t state_size() const { return value_heads * int64_t{key_dim} * value_dim; }
-
-  Floats Decay() const {
-    Floats decay = Pattern(value_heads, 1);
-    std::ranges::transform(decay, decay.begin(), [](float x) { return x * x + 0.015625f; });
-    return decay;
-  }
-  Floats DtBias() const { return Pattern(value_heads, 2); }
-
-  // Every fifth token has keys and queries so short that the eps of the norms matters.
-  Floats RandomRows(int num_tokens, uint32_t seed) const {
-    Floats rows = RandomVector(num_tokens * row_size(), seed);
-    for (int64_t i = 0; i < std::ssize(rows); ++i) {
-      const int64_t in_row = i % row_size();
-      const bool is_short = in_row < 2 * keys() && i / row_size() % 5 == 4;
-      rows[static_cast<size_t>(i)] *= is_short ? 0x1p-10f : in_row < qkv_size() ? 1.f : 4.f;
-    }
-    return rows;
-  }
-
-  struct Arrays {
-    Arrays(const DeltaOp& o, Device& device, int tokens)
-        : op(o),
-          num_tokens(tokens),
-          qkv(device, Floats(Size(o.qkv_size() + kPad))),
-          gates(device, Floats(Size(2 * o.value_heads + kPad))),
-          decay(device, o.Decay()),
-          dt_bias(device, o.DtBias()),
-          out(device, Floats(Size(o.out_size()))) {}
-
-    size_t Size(int64_t row) const { return static_cast<size_t>(num_tokens * row); }
-    void Write(const Floats& rows) const {
-      qkv.Write(Columns(rows, op.row_size(), 0, op.qkv_size(), kPad));
-      gates.Write(Columns(rows, op.row_size(), op.qkv_size(), 2 * op.value_heads, kPad));
-      out.Write(Floats(Size(op.out_size()), kNan));
-    }
-
-    const DeltaOp& op;
-    int num_tokens;
-    DeviceArray<float> qkv, gates, decay, dt_bias, out;
-  };
-
-  void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
-              const RecurrentStep& step) const {
-    invokeGatedDelta(device, {.heads = {.q = arrays.qkv.data(),
-                                        .k = arrays.qkv.data() + keys(),
-                                        .v = arrays.qkv.data() + 2 * keys(),
-                                        .qkv_stride = qkv_size() + kPad,
-                                        .a = arrays.gates.data() + value_heads,
-                                        .gate_stride = 2 * value_heads + kPad,
-                                        .decay = arrays.decay.data(),
-                                        .dt_bias = arrays.dt_bias.data(),
-                                        .out = arrays.out.data(),
-                                        .key_heads = key_heads,
-                                        .value_heads = value_heads,
-                                        .key_dim = key_dim,
-                                        .value_dim = value_dim,
-                                        .tiled = tiled,
-                                        .state = pools,
-                                        .states = step.states(),
-                                        .batch = step.batch()},
-                              .b = arrays.gates.data()});
-  }
-
-  static std::vector<double> Normalized(const float* x, int size, double divisor) {
-    double squares = 0;
-    for (int i = 0; i < size; ++i) {
-      squares += double{x[i]} * x[i];
-    }
-    std::vector<double> unit;
-    for (int i = 0; i < size; ++i) {
-      unit.push_back(x[i] / std::sqrt(squares + 1e-6) / divisor);
-    }
-    return unit;
-  }
-
-  std::vector<Exact> InDouble(const Floats& rows) const {
-    const Floats decay = Decay();
-    const Floats bias = DtBias();
-    std::vector<double> states(static_cast<size_t>(state_size()));
-    std::vector<Exact> out;
-    for (auto row = rows.begin(); row != rows.end(); row += row_size()) {
-      for (int head = 0; head < value_heads; ++head) {
-        const int key_head = tiled ? head % key_heads : head / (value_heads / key_heads);
-        const float* q = &*row + key_head * key_dim;
-        const float* v = &*row + 2 * keys() + int64_t{head} * value_dim;
-        const float* gates = &*row + qkv_size() + head;
-        const auto at = static_cast<size_t>(head);
-        const double step = std::log1p(std::exp(double{gates[value_heads]} + bias[at]));
-        AddToken({.q = Normalized(q, key_dim, std::sqrt(key_dim)),
-                  .k = Normalized(q + keys(), key_dim, 1),
-                  .v = v,
-                  .decay = std::exp(-decay[at] * step),
-                  .beta = Sigmoid(gates[0])},
-                 states.data() + int64_t{head} * key_dim * value_dim, out);
-      }
-    }
-    return out;
-  }
-
- private:
-  struct Token {
-    std::vector<double> q, k;
-    const float* v;
-    double decay, beta;
-  };
-
-  // Appends a head's outputs for a token.
-  void AddToken(const Token& token, double* state, std::vector<Exact>& out) const {
-    for (int c = 0; c < value_dim; ++c) {
-      double found = 0;
-      for (size_t j = 0; j < token.k.size(); ++j) {
-        double& value = state[static_cast<int64_t>(j) * value_dim + c];
-        value *= token.decay;
-        found += value * token.k[j];
-      }
-      const double delta = token.beta * (token.v[c] - found);
-      double sum = 0;
-      for (size_t j = 0; j < token.k.size(); ++j) {
-        double& value = state[static_cast<int64_t>(j) * value_dim + c];
-        value += token.k[j] * delta;
-        sum += value * token.q[j];
-      }
-      out.push_back({sum, error * (1 + std::abs(sum))});
-    }
-  }
-};
-
 struct ConvolutionOp {
-  static constexpr int64_t kPad = 4;
+  static constexpr int64_t kPad = 4;  // values behind each row, which are not read
 
   int channels = 16;
   int kernel = 4;
   bool has_bias = false;
   bool silu = true;
   double error = 0;  // of an output of 1
+  bool gates_in = false;
+  bool gates_out = false;
 
-  int64_t row_size() const { return channels; }
+  int64_t row_size() const {  // x and the gates
+    return int64_t{channels} * (1 + (gates_in ? 1 : 0) + (gates_out ? 1 : 0));
+  }
+  int64_t out_gate() const { return int64_t{channels} * (gates_in ? 2 : 1); }
   int64_t out_size() const { return channels; }
   int64_t state_size() const { return int64_t{kernel - 1} * channels; }
   Floats Weight() const { return Pattern(int64_t{kernel} * channels, 3); }
@@ -408,14 +270,14 @@ struct ConvolutionOp {
     Arrays(const ConvolutionOp& o, Device& device, int tokens)
         : op(o),
           num_tokens(tokens),
-          x(device, Floats(Size(o.channels + kPad))),
+          x(device, Floats(Size(o.row_size() + kPad))),
           weight(device, o.Weight()),
           bias(device, o.Bias()),
           out(device, Floats(Size(o.channels))) {}
 
     size_t Size(int64_t row) const { return static_cast<size_t>(num_tokens * row); }
     void Write(const Floats& rows) const {
-      x.Write(Columns(rows, op.channels, 0, op.channels, kPad));
+      x.Write(Columns(rows, op.row_size(), 0, op.row_size(), kPad));
       out.Write(Floats(Size(op.channels), kNan));
     }
 
@@ -426,8 +288,11 @@ struct ConvolutionOp {
 
   void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
               const RecurrentStep& step) const {
-    invokeShortConvolution(device, {.x = arrays.x.data(),
-                                    .x_stride = channels + kPad,
+    const float* x = arrays.x.data();
+    invokeShortConvolution(device, {.x = x,
+                                    .in_gate = gates_in ? x + channels : nullptr,
+                                    .out_gate = gates_out ? x + out_gate() : nullptr,
+                                    .x_stride = row_size() + kPad,
                                     .weight = arrays.weight.data(),
                                     .bias = arrays.bias.data(),
                                     .out = arrays.out.data(),
@@ -442,18 +307,19 @@ struct ConvolutionOp {
   std::vector<Exact> InDouble(const Floats& rows) const {
     const Floats weight = Weight();
     const Floats bias = Bias();
-    const auto width = static_cast<int64_t>(channels);
     std::vector<Exact> out;
-    for (int64_t i = 0; i < std::ssize(rows); ++i) {
-      const int64_t c = i % width;
-      double sum = has_bias ? bias[static_cast<size_t>(c)] : 0;
-      for (int64_t j = 0; j < kernel; ++j) {
-        const int64_t from = i - (kernel - 1 - j) * width;
-        const double x = from < 0 ? 0 : rows[static_cast<size_t>(from)];
-        sum += weight[static_cast<size_t>(j * width + c)] * x;
+    for (int64_t token = 0; token < std::ssize(rows) / row_size(); ++token) {
+      for (int64_t c = 0; c < channels; ++c) {
+        double sum = has_bias ? bias[static_cast<size_t>(c)] : 0;
+        for (int64_t j = std::max<int64_t>(0, kernel - 1 - token); j < kernel; ++j) {
+          const float* x = rows.data() + (token + j - (kernel - 1)) * row_size() + c;
+          sum += double{weight[static_cast<size_t>(j * channels + c)]} * x[0] *
+                 (gates_in ? x[channels] : 1.);
+        }
+        const float* row = rows.data() + token * row_size() + c;
+        const double want = (silu ? sum * Sigmoid(sum) : sum) * (gates_out ? row[out_gate()] : 1.);
+        out.push_back({want, error * (1 + std::abs(want))});
       }
-      const double want = silu ? sum * Sigmoid(sum) : sum;
-      out.push_back({want, error * (1 + std::abs(want))});
     }
     return out;
   }

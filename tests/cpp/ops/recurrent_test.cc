@@ -177,4 +177,9 @@ TEST_CASE("shapes that the kernels do not have are refused") {
   CHECK_THROWS_WITH_AS(
       invokeSelectiveScan(arguments.device, {.heads = arguments.scan.heads, .skip = nullptr}),
       doctest::Contains("skip must be set"), InternalError);
+  for (const float dt_max : {-1.f, kNan}) {
+    arguments.scan.dt_max = dt_max;
+    CHECK_THROWS_WITH_AS(invokeSelectiveScan(arguments.device, arguments.scan),
+                         doctest::Contains("dt_min must be"), InternalError);
+  }
 }

@@ -8,7 +8,10 @@ import pytest
 from reference.recurrent import (
     gated_delta,
     pattern_convolution,
+    pattern_gated_convolution,
     pattern_gated_delta,
+    pattern_selective_scan,
+    selective_scan,
     short_convolution,
 )
 
@@ -19,7 +22,9 @@ VECTORS = Path(__file__).parents[2] / "cpp" / "ops" / "recurrent_vectors.h"
     ("name", "want"),
     [
         ("kDeltaVectors", pattern_gated_delta(4, (1, 2), (16, 16))),
+        ("kScanVectors", pattern_selective_scan(4, (1, 2), (16, 16))),
         ("kConvolutionVectors", pattern_convolution(6, 16, 4)),
+        ("kGatedConvolutionVectors", pattern_gated_convolution(5, 16, 3)),
     ],
 )
 def test_the_cpp_tests_have_the_outputs_of_the_reference(name, want):
@@ -57,6 +62,45 @@ def test_the_delta_rule_is_that_of_transformers():
     )
     # transformers computes in FP32.
     np.testing.assert_allclose(theirs[0].numpy(), ours, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dt_limits", [(0.0, np.inf), (0.5, 1.0)])
+def test_the_selective_scan_is_that_of_transformers(dt_limits):
+    torch = pytest.importorskip("torch")
+    mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    rng = np.random.default_rng(0)
+    tokens, key_heads, value_heads, key_dim, value_dim = 70, 2, 6, 32, 16
+    q, k = rng.normal(size=(2, tokens, key_heads, key_dim))
+    v = rng.normal(size=(tokens, value_heads, value_dim))
+    a = 2 * rng.normal(size=(tokens, value_heads))
+    a_log, dt_bias, skip = rng.normal(size=(3, value_heads))
+    ours = selective_scan(q, k, v, a, np.exp(a_log), dt_bias, skip, dt_limits=dt_limits)
+    theirs = mamba2.mamba2_chunk_scan(
+        *(torch.from_numpy(x)[None] for x in (v, a)),
+        torch.from_numpy(-np.exp(a_log)),
+        *(torch.from_numpy(x)[None] for x in (k, q)),
+        chunk_size=16,
+        D=torch.from_numpy(skip),
+        dt_bias=torch.from_numpy(dt_bias),
+        dt_softplus=True,
+        dt_limit=dt_limits,
+    )
+    # transformers computes in FP32.
+    np.testing.assert_allclose(theirs[0].numpy(), ours, rtol=1e-4, atol=2e-5)
+
+
+def test_the_convolution_with_gates_is_that_of_lfm2():
+    torch = pytest.importorskip("torch")
+    lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    torch.manual_seed(0)
+    config = lfm2.Lfm2Config(hidden_size=16, layer_types=["conv"], num_hidden_layers=1)
+    layer = lfm2.Lfm2ShortConv(config, 0).double()
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    in_gate, out_gate, values = np.split(layer.in_proj(x)[0].detach().numpy(), 3, axis=1)
+    weight = layer.conv.weight[:, 0].T.detach().numpy()
+    ours = out_gate * short_convolution(in_gate * values, weight, silu=False)
+    theirs = layer(x)[0].detach().numpy()
+    np.testing.assert_allclose(theirs, ours @ layer.out_proj.weight.T.detach().numpy())
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4, 8])

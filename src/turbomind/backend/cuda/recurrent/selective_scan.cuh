@@ -35,7 +35,9 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
     const int64_t first_row = step.first_token + first;
     // Lane i has the factors of token i.
     const int64_t own_row = first_row + (state.lane < count ? state.lane : 0);
-    const float dt = Softplus(LoadGlobal(p.a + own_row * p.gate_stride + state.head) + dt_bias);
+    const float a = LoadGlobal(p.a + own_row * p.gate_stride + state.head);
+    float dt = Softplus(a + dt_bias);  // NaN stays
+    dt = dt < params.dt_min ? params.dt_min : dt > params.dt_max ? params.dt_max : dt;
     const float decay = expf(-decay_rate * dt);
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;

@@ -48,8 +48,9 @@ TM_HD void Copy(const Rows<float>& from, const Rows<float>& to, int num_rows) {
 
 // Computes all tokens of the step for 16 N columns.
 template <int N>
-void RunTokens(const Head& head, float skip, const SequenceStep& step, int column) {
-  const StateHeads& p = *head.heads;
+void RunTokens(const SelectiveScanParams& params, const Head& head, const SequenceStep& step,
+               int column) {
+  const StateHeads& p = params.heads;
   alignas(64) float block[kMaxStateDim * N * kLanes];
   float* state = head.State(p.state.working, step.slot) + column;
   Rows<const float> from = {state, p.value_dim};
@@ -58,12 +59,14 @@ void RunTokens(const Head& head, float skip, const SequenceStep& step, int colum
   }
   float decays[kLanes];
   float steps[kLanes];
+  const F32x16 skip = Set1(params.skip[head.head]);
   Saves saves(head, step);
   for (int t = 0; t < step.num_tokens; ++t) {
     const int lane = t % kLanes;
     if (lane == 0) {
       const int left = step.num_tokens - t;
-      const F32x16 lengths = head.Steps(t, left < kLanes ? left : kLanes);
+      const F32x16 all = head.Steps(t, left < kLanes ? left : kLanes);
+      const F32x16 lengths = Min(Set1(params.dt_max), Max(Set1(params.dt_min), all));
       Store(steps, lengths);
       Store(decays, head.Decays(lengths));
     }
@@ -80,7 +83,7 @@ void RunTokens(const Head& head, float skip, const SequenceStep& step, int colum
     }
     Apply(update, head.Q(t), p.key_dim, from, to, sums);
     for (int n = 0; n < N; ++n) {
-      Store(head.Out(t) + column + n * kLanes, Fma(Set1(skip), Load(v + n * kLanes), sums[n]));
+      Store(head.Out(t) + column + n * kLanes, Fma(skip, Load(v + n * kLanes), sums[n]));
     }
     if (float* save = saves.After(t + 1); save != nullptr) {
       Copy<N>(to, {save + column, p.value_dim}, p.key_dim);
@@ -95,7 +98,7 @@ void SelectiveScanRun(const SelectiveScanParams& params, const SequenceStep& ste
                       const ColumnRun& run) {
   const Head head = {&params.heads, run.head, step.first_token};
   ForGroups(run.end - run.begin, [&](auto index, int column) {
-    RunTokens<decltype(index)::value>(head, params.skip[run.head], step, run.begin + column);
+    RunTokens<decltype(index)::value>(params, head, step, run.begin + column);
   });
 }
 
