@@ -37,7 +37,9 @@ void CheckLayer(const MoeLayer& layer) {
   if (layer.interleaved()) {
     CheckExperts(layer.gate_up, layer.num_experts, 2 * inner, hidden);
   } else {
-    CheckExperts(layer.gate, layer.num_experts, inner, hidden);
+    if (layer.gated()) {
+      CheckExperts(layer.gate, layer.num_experts, inner, hidden);
+    }
     CheckExperts(layer.up, layer.num_experts, inner, hidden);
   }
   if (layer.weigh_inputs) {
@@ -48,7 +50,11 @@ void CheckLayer(const MoeLayer& layer) {
     }
   }
   if (layer.shared_intermediate_size > 0) {
-    CheckMatrix(layer.shared_gate, layer.shared_intermediate_size, hidden);
+    Check((layer.shared_gate.weight != nullptr) == layer.gated(),
+          "the shared expert must have a gate if the others have one, and only then");
+    if (layer.gated()) {
+      CheckMatrix(layer.shared_gate, layer.shared_intermediate_size, hidden);
+    }
     CheckMatrix(layer.shared_up, layer.shared_intermediate_size, hidden);
     CheckMatrix(layer.shared_down, hidden, layer.shared_intermediate_size);
     if (layer.shared_router.weight != nullptr) {
@@ -87,6 +93,7 @@ void Activate(Device& device, const MoeParams& p, const GatedActivationParams& r
   params.out = p.scratch.activated;
   params.activation = p.layer->activation;
   params.limit = p.layer->swiglu_limit;
+  params.gated = p.layer->gated();
   device.GatedActivation(params);
 }
 
@@ -141,12 +148,14 @@ void RunExperts(Device& device, const MoeParams& p) {
   const MoeScratch& scratch = p.scratch;
   const int64_t inner = layer.intermediate_size;
   GroupedPart part = {.x = p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
-  part.y_stride = 2 * inner;
-  part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;
-  ProjectGroups(device, p, part);
+  part.y_stride = layer.num_inputs() * inner;
+  if (layer.gated()) {
+    part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;
+    ProjectGroups(device, p, part);
+    part.y += inner;
+  }
   if (!layer.interleaved()) {
     part.matrices = &layer.up;
-    part.y += inner;
     ProjectGroups(device, p, part);
   }
   // A weight of the input is one of gate and up, which have no bias.
@@ -180,12 +189,13 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
     Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
   }
   const LinearPart gate_up[] = {layer.shared_gate, layer.shared_up};
+  const int num_parts = layer.num_inputs();
   device.Linear({.x = p.x,
                  .x_stride = layer.hidden_size,
-                 .parts = gate_up,
-                 .num_parts = 2,
+                 .parts = gate_up + 2 - num_parts,
+                 .num_parts = num_parts,
                  .y = scratch.gate_up,
-                 .y_stride = 2 * int64_t{inner},
+                 .y_stride = num_parts * int64_t{inner},
                  .num_rows = p.num_tokens});
   Activate(device, p, {.num_rows = p.num_tokens, .dim = inner});
   Project(device, layer.shared_down, scratch.activated, scratch.output, layer.hidden_size,

@@ -32,17 +32,21 @@ struct MoeLayer {
 
   MatrixView router = {};             // [num_experts, hidden]
   const float* score_bias = nullptr;  // [num_experts] or null: RouteExpertsParams::bias
-  // Each [num_experts]: either gate and up, or gate_up, whose rows alternate between them.
+  // Each [num_experts]: either gate and up, or gate_up, whose rows alternate between them. Without
+  // both gate and gate_up, experts compute down(activation(up(x))), the shared one, too.
   std::vector<MatrixView> gate = {}, up = {};
   std::vector<MatrixView> gate_up = {};  // [2 * intermediate, hidden]
   std::vector<MatrixView> down = {};     // [num_experts] of [hidden, intermediate]
 
-  MatrixView shared_gate = {}, shared_up = {}, shared_down = {};
+  MatrixView shared_gate = {}, shared_up = {}, shared_down = {};  // shared_gate: if gated()
   // [1, hidden]: its sigmoid is the weight of the shared expert. Without it, the weight is 1.
   MatrixView shared_router = {};
 
   bool empty() const { return num_experts == 0; }
   bool interleaved() const { return !gate_up.empty(); }
+  bool gated() const { return interleaved() || !gate.empty(); }
+  // Returns how many values of scratch.gate_up a value of `activated` is computed from.
+  int num_inputs() const { return gated() ? 2 : 1; }
 };
 
 // Scratch memory of the op. gate_up_width is a width per token: 2 · intermediate for each of top_k

@@ -59,6 +59,7 @@ struct Shape {
   bool has_shared = false;
   Activation activation = Activation::kSilu;
   bool weigh_inputs = false;  // REQUIRES: no biases
+  bool gated = true;
 };
 
 // One random layer with its matrices and scratch for `max_tokens`.
@@ -87,7 +88,9 @@ class TestLayer {
         both_.push_back(Interleave(gate_[e], up_[e]));
         layer_.gate_up.push_back(both_.back().view());
       } else {
-        layer_.gate.push_back(gate_[e].view());
+        if (shape.gated) {
+          layer_.gate.push_back(gate_[e].view());
+        }
         layer_.up.push_back(up_[e].view());
       }
     }
@@ -191,7 +194,7 @@ class TestLayer {
     shared_down_ = Make(kHidden, kShared);
     shared_router_ = Make(1, kHidden, 1.f, true);
     layer_.shared_intermediate_size = kShared;
-    layer_.shared_gate = shared_gate_.view();
+    layer_.shared_gate = shape_.gated ? shared_gate_.view() : MatrixView();
     layer_.shared_up = shared_up_.view();
     layer_.shared_down = shared_down_.view();
     layer_.shared_router = shared_router_.view();
@@ -228,7 +231,9 @@ class TestLayer {
                                const std::vector<double>& up) const {
     std::vector<double> out(gate.size());
     for (size_t i = 0; i < out.size(); ++i) {
-      if (shape_.activation == Activation::kClampedSwiglu) {
+      if (shape_.activation == Activation::kRelu2) {  // has no gate
+        out[i] = std::max(up[i], 0.) * std::max(up[i], 0.);
+      } else if (shape_.activation == Activation::kClampedSwiglu) {
         const double limit = layer_.swiglu_limit;
         const double g = std::min(gate[i], limit);
         out[i] = g / (1 + std::exp(-1.702 * g)) * (std::clamp(up[i], -limit, limit) + 1);
@@ -283,6 +288,13 @@ inline std::vector<Shape> AllShapes() {
                         .has_shared = true,
                         .weigh_inputs = true});
     }
+  }
+  for (const bool weigh_inputs : {false, true}) {
+    shapes.push_back({.has_bias = !weigh_inputs,
+                      .has_shared = true,
+                      .activation = Activation::kRelu2,
+                      .weigh_inputs = weigh_inputs,
+                      .gated = false});
   }
   return shapes;
 }

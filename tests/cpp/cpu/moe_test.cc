@@ -207,6 +207,8 @@ TEST_CASE("inconsistent arguments raise InternalError") {
   broken([](MoeLayer& layer) { layer.gate[3] = layer.down[3]; });
   broken([](MoeLayer& layer) { layer.shared_down = {}; });
   broken([](MoeLayer& layer) { layer.shared_router = layer.router; });
+  broken([](MoeLayer& layer) { layer.gate.clear(); });  // the shared expert has a gate
+  broken([](MoeLayer& layer) { layer.gate.pop_back(); });
   TestLayer narrow({}, *device, 3);
   CHECK_THROWS_AS(narrow.Run(x, out), InternalError);
 }
