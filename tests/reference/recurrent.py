@@ -84,7 +84,7 @@ def selective_scan(
     repeats = v.shape[1] // q.shape[1]
     queries, keys = np.repeat(q, repeats, axis=1), np.repeat(k, repeats, axis=1)
     dt = np.clip(np.logaddexp(0, a + dt_bias), *dt_limits)
-    # Token s adds dt k vᵀ, and the tokens behind it scale that: the sum over s <= t, without a state.
+    # The sum over s <= t, without a state: token s adds dt k vᵀ, which later tokens scale.
     logs = np.cumsum(-decay * dt, axis=0)
     scales = np.tril(np.exp(logs.T[:, :, None] - logs.T[:, None, :]))
     weights = np.einsum("thk,shk->hts", queries, keys) * scales * dt.T[:, None, :]
@@ -110,7 +110,9 @@ def pattern_gated_convolution(tokens: int, channels: int, kernel: int) -> Double
 
     The pattern fills rows of x and the gates of the input and of the output.
     """
-    x, in_gate, out_gate = np.split(pattern(tokens * 3 * channels, 5).reshape(tokens, -1), 3, axis=1)
+    x, in_gate, out_gate = np.split(
+        pattern(tokens * 3 * channels, 5).reshape(tokens, -1), 3, axis=1
+    )
     weight = pattern(kernel * channels, 3).reshape(kernel, channels)
     return out_gate * short_convolution(x * in_gate, weight, silu=False)
 
