@@ -187,7 +187,7 @@ class OurPolicy : public Policy {
   static KvCacheConfig Config() {
     KvCacheConfig config =
         MakeKvCacheConfig({0}, KvCacheMode::kNone, 1, 16, kLength, DataType::kBFloat16);
-    config.state_bytes = 64;
+    config.state_bytes = config.checkpoint_bytes = 64;
     return config;
   }
 

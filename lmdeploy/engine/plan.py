@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 
+def _state_format(config: TurbomindEngineConfig) -> str:
+    """Return the format of checkpoints. That of auto is measured (docs/hybrid_models.md)."""
+    if config.state_checkpoint_format != "auto":
+        return config.state_checkpoint_format
+    return "f32" if config.deterministic or config.exact else "bf16"
+
+
 def engine_config_of(
     config: TurbomindEngineConfig,
     model: _turbomind.ModelConfig,
@@ -45,6 +52,7 @@ def engine_config_of(
     engine_config.max_prefill_token_num = step_tokens
     engine_config.session_len = config.session_len or model.max_position
     copy_to_core(config, engine_config)
+    engine_config.state_checkpoint_format = _state_format(config)
     by_default = "ngram" if capability.drafts_by_default else "none"
     if config.speculative_draft_model or (config.speculative_algorithm or by_default) == "ngram":
         engine_config.num_draft_tokens = config.speculative_num_draft_tokens

@@ -118,7 +118,7 @@ void DefConfigs(py::module_& m) {
   DefFields(model);
 
   py::class_<EngineConfig> config(m, "EngineConfig");
-  DefMembers<EngineConfig, 4>(config, EngineConfig::Members());
+  DefMembers<EngineConfig, 5>(config, EngineConfig::Members());
   config.def(py::init<>())
       .def(
           "set_draft_model",

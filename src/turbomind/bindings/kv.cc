@@ -21,6 +21,9 @@ struct py::detail::type_caster<turbomind::EngineStats::Clipped>
 namespace turbomind {
 namespace {
 
+constexpr EnumName<StateFormat> kStateFormats[] = {
+    {StateFormat::kF32, "f32"}, {StateFormat::kBf16, "bf16"}, {StateFormat::kInt8, "int8"}};
+
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 using Pairs = std::vector<std::pair<KvCacheMode, KvCacheMode>>;
 
@@ -71,6 +74,7 @@ py::array_t<T> ToArray(const std::vector<T>& values, const std::vector<py::ssize
 }  // namespace
 
 void DefKvOptions(py::class_<EngineConfig>& config) {
+  DefEnum(config, "state_checkpoint_format", &EngineConfig::state_checkpoint_format, kStateFormats);
   DefMembers<KvQuality, 3>(
       config, [](EngineConfig& self) -> KvQuality& { return self.kv_quality; },
       MemberList<&KvQuality::rotate_k, &KvQuality::search_scales, &KvQuality::k_offset>(), "kv_");

@@ -75,12 +75,14 @@ void Batch::BuildStates(const SequenceManager& manager) {
     const int32_t slot = manager.StateSlot(id);
     for (const PlannedSave& save : manager.PlannedSaves(id)) {
       const int64_t num_tokens = save.position - sequence->num_computed;
-      if (num_tokens == sequence->num_planned) {
-        last_saves.push_back({.slot = slot, .checkpoint = save.checkpoint});
-      } else {
+      if (save.slot >= 0) {
         saves.push_back({.sequence = static_cast<int32_t>(state_slots.size()),
                          .num_tokens = static_cast<int32_t>(num_tokens),
-                         .checkpoint = save.checkpoint});
+                         .checkpoint = save.slot});
+      }
+      if (save.checkpoint >= 0) {
+        checkpoints.push_back(
+            {.slot = save.slot >= 0 ? save.slot : slot, .checkpoint = save.checkpoint});
       }
     }
     if (const int32_t checkpoint = manager.CheckpointToRestore(id); checkpoint >= 0) {
@@ -100,7 +102,7 @@ void Batch::Clear() {
   context_lens.clear();
   state_slots.clear();
   saves.clear();
-  last_saves.clear();
+  checkpoints.clear();
   restores.clear();
 }
 

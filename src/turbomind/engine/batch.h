@@ -45,10 +45,10 @@ struct Batch {
   std::vector<BlockTables> tables;    // by layer group
   std::vector<BatchView> views;       // by layer group, see Views()
   // The states of recurrent layers; empty if there are none.
-  std::vector<int32_t> state_slots;   // [num_seqs]
-  std::vector<StateSave> saves;       // before a sequence's last token, in the order of StateBatch
-  std::vector<StateCopy> last_saves;  // after it
-  std::vector<StateCopy> restores;    // before the step
+  std::vector<int32_t> state_slots;    // [num_seqs]
+  std::vector<StateSave> saves;        // in the order of StateBatch
+  std::vector<StateCopy> checkpoints;  // states that are copied to them after the step
+  std::vector<StateCopy> restores;     // before the step
 
   bool empty() const { return sequences.empty(); }
   int num_seqs() const { return static_cast<int>(sequences.size()); }

@@ -356,7 +356,7 @@ void Engine::Impl::Step() {
                             .rows = state->output_processor.rows(),
                             .states = batch.States(),
                             .restores = batch.restores,
-                            .last_saves = batch.last_saves});
+                            .checkpoints = batch.checkpoints});
     state->output_processor.Run(state->decoder);
     state->scheduler.StepDone();
     CheckMappedFiles();

@@ -8,6 +8,7 @@
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
 #include "turbomind/kv/prefix_events.h"
+#include "turbomind/kv/state_format.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
 
@@ -57,6 +58,7 @@ struct EngineConfig {
   // checkpoints allows for a prompt of session_len; -1: none.
   double state_checkpoint_share = 0.5;
   int state_checkpoint_interval = 0;
+  StateFormat state_checkpoint_format = StateFormat::kF32;
   // Runs CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it
   // without scale bytes when the engine becomes idle.
   bool check_integrity = false;
@@ -68,7 +70,7 @@ struct EngineConfig {
   std::shared_ptr<PrefixEvents> prefix_events = nullptr;
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 
-  // Those that Python sees under their names. The bindings define the other four.
+  // Those that Python sees under their names. The bindings define the other five.
   using Members =
       MemberList<&EngineConfig::max_batch_size, &EngineConfig::session_len,
                  &EngineConfig::max_prefill_token_num, &EngineConfig::cache_block_seq_len,

@@ -117,18 +117,23 @@ int64_t PartOf(int64_t bytes, double share) {
   return static_cast<int64_t>(static_cast<double>(bytes) * share);
 }
 
-// Returns the checkpoints that the drafts of one sequence need: the state to begin with, and that
-// after every token but the last.
-int64_t DraftCheckpoints(const EngineConfig& config) {
-  return config.num_draft_tokens > 0 ? config.num_draft_tokens + 1 : 0;
+// Returns the working states: one for each sequence, and some that a full batch can save. Drafts
+// need one for each of their tokens.
+int64_t WorkingStates(const EngineConfig& config) {
+  constexpr int kMinSaves = 4;
+  return int64_t{config.max_batch_size} + std::max(kMinSaves, config.num_draft_tokens);
+}
+
+int64_t CheckpointBytes(const ModelConfig& model, const EngineConfig& config) {
+  return model.recurrent.State().Bytes(config.state_checkpoint_format);
 }
 
 // Returns the number of checkpoints for their share of `bytes`, which are those of checkpoints and
 // KV together.
-int64_t CheckpointsOf(int64_t bytes, int64_t state_bytes, const EngineConfig& config) {
+int64_t CheckpointsOf(int64_t bytes, int64_t checkpoint_bytes, const EngineConfig& config) {
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();  // ids are int32
   const double share = config.enable_prefix_caching ? config.state_checkpoint_share : 0.;
-  return std::clamp(PartOf(bytes, share) / state_bytes, DraftCheckpoints(config), kLimit);
+  return std::min(PartOf(bytes, share) / checkpoint_bytes, kLimit);
 }
 
 // Returns the part of an error that names the working states, if there are any.
@@ -136,8 +141,8 @@ std::string StateNeeds(const ModelConfig& model, const EngineConfig& config) {
   const int64_t state = model.recurrent.StateBytes();
   return state == 0
              ? ""
-             : " and " + std::to_string(config.max_batch_size) + " sequences need " +
-                   std::to_string(state) + " bytes each for recurrent layers (--max-batch-size)";
+             : " and " + std::to_string(WorkingStates(config)) + " states of recurrent layers " +
+                   std::to_string(state) + " bytes each (--max-batch-size)";
 }
 
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
@@ -212,6 +217,7 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   cache.k_offset = config.kv_quality.k_offset;
   cache.k_bias = model.k_bias;
   cache.state_bytes = model.recurrent.StateBytes();
+  cache.checkpoint_bytes = CheckpointBytes(model, config);
   for (int layer = 0; layer < model.num_layers; ++layer) {
     if (!model.HasAttention(layer)) {
       cache.windows[static_cast<size_t>(layer)] = kNoAttention;
@@ -311,25 +317,25 @@ std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& co
   if (state == 0) {
     return PlanKvBlocks(groups, config, budget, device);
   }
-  const int64_t slots = config.max_batch_size;
+  const int64_t slots = WorkingStates(config);
   if (slots > std::numeric_limits<int64_t>::max() / 4 / state) {
-    throw InvalidArgument("max_batch_size", "is " + std::to_string(slots) +
+    throw InvalidArgument("max_batch_size", "is " + std::to_string(config.max_batch_size) +
                                                 StateNeeds(model, config) +
                                                 ". No memory has so many. Lower it.");
   }
   const int64_t cached = std::max<int64_t>(budget - slots * state, 0);
-  int64_t checkpoints = CheckpointsOf(cached, state, config);
+  const int64_t checkpoint = CheckpointBytes(model, config);
+  int64_t checkpoints = CheckpointsOf(cached, checkpoint, config);
   std::vector<int64_t> blocks =
-      PlanKvBlocks(groups, config, std::max<int64_t>(cached - checkpoints * state, 0), device);
+      PlanKvBlocks(groups, config, std::max<int64_t>(cached - checkpoints * checkpoint, 0), device);
   if (is_count) {
     const auto kv = static_cast<double>(PoolBytes(groups, blocks));
     const double both = std::min(kv / (1. - config.state_checkpoint_share), kMaxBytes);
-    checkpoints = CheckpointsOf(static_cast<int64_t>(both), state, config);
+    checkpoints = CheckpointsOf(static_cast<int64_t>(both), checkpoint, config);
   }
   // A checkpoint belongs to a block of the full-attention group, in either of its pools.
   const int64_t useful = blocks[0] + (HasWindow16(groups) ? blocks[groups.size()] : 0);
-  checkpoints = std::max(std::min(checkpoints, useful), DraftCheckpoints(config));
-  blocks.insert(blocks.end(), {slots, checkpoints});
+  blocks.insert(blocks.end(), {slots, std::min(checkpoints, useful)});
   return blocks;
 }
 
@@ -366,7 +372,7 @@ void PlanStateMemory(const ModelConfig& model, const EngineConfig& config,
     return;
   }
   plan.num_checkpoints = blocks.back();
-  plan.checkpoint_bytes = plan.num_checkpoints * plan.state_bytes_per_sequence;
+  plan.checkpoint_bytes = plan.num_checkpoints * CheckpointBytes(model, config);
   plan.checkpoint_interval = CheckpointInterval(config, plan.num_checkpoints);
   plan.reserved_bytes +=
       blocks[blocks.size() - 2] * plan.state_bytes_per_sequence + plan.checkpoint_bytes;

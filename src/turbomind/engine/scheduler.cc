@@ -126,14 +126,22 @@ int64_t Scheduler::DraftCost(const Sequence& sequence, int64_t length) const {
   return (as_prompt * kFewRowsSixteenths + config_.cost.token * kDraftSixteenths) / 16;
 }
 
+// Returns the most sequences that this step may admit, for which a draft leaves working states.
+int64_t Scheduler::NumToStart() const {
+  const auto room =
+      static_cast<int64_t>(config_.max_batch_size) - static_cast<int64_t>(running_.size());
+  return std::clamp<int64_t>(room, 0, static_cast<int64_t>(waiting_.size()));
+}
+
 // Returns the length with the highest expected gain.
 int64_t Scheduler::DraftLength(const Sequence& sequence, int64_t decode_cost) const {
   const Drafter& drafter = *sequence.drafter;
   const int64_t to_come = sequence.request->max_new_tokens - sequence.num_generated();
   // A draft leaves tokens to the prompts of the step, and to a last token after it.
-  const int64_t longest = std::min({static_cast<int64_t>(drafter.candidate().size()), to_come - 1,
-                                    config_.max_sequence_len - sequence.num_tokens() - 1,
-                                    tokens_left_ / 2, manager_.MaxUncertain(sequence.request->id)});
+  const int64_t longest =
+      std::min({static_cast<int64_t>(drafter.candidate().size()), to_come - 1,
+                config_.max_sequence_len - sequence.num_tokens() - 1, tokens_left_ / 2,
+                manager_.MaxUncertain(sequence.request->id) - NumToStart()});
   const double share = static_cast<double>(decode_cost) / num_decode_;
   double probability = 1.;
   double gain = 0.;

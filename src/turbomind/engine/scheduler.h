@@ -113,6 +113,7 @@ class Scheduler {
   // Adds drafts to the planned sequences of order_. Returns what they cost.
   int64_t PlanDrafts(int64_t decode_cost);
   int64_t DraftCost(const Sequence& sequence, int64_t length) const;
+  int64_t NumToStart() const;
   int64_t DraftLength(const Sequence& sequence, int64_t decode_cost) const;
   void PlanPrompts(int64_t decode_cost);
   // Sorts the running sequences that do not decode into order_, next first. Returns the oldest.

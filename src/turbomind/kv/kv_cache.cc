@@ -37,6 +37,7 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       block_seq_len_(config.block_seq_len),
       kv_heads_(config.kv_heads),
       state_bytes_(config.state_bytes),
+      checkpoint_bytes_(config.checkpoint_bytes),
       groups_(MakeLayerGroups(config)),
       has_window16_pools_(HasWindow16(groups_)),
       num_blocks_(std::move(num_blocks)),
@@ -44,7 +45,10 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       index_in_group_(config.layers.size()),
       global_scales_(2 * config.layers.size()),
       k_means_(config.layers.size()) {
-  Check(state_bytes_ >= 0 && state_bytes_ % 64 == 0, "the state must be a multiple of 64 bytes");
+  for (const int64_t bytes : {state_bytes_, checkpoint_bytes_}) {
+    Check(bytes >= 0 && bytes % 64 == 0, "a state must be a multiple of 64 bytes");
+  }
+  Check((state_bytes_ > 0) == (checkpoint_bytes_ > 0), "states must have checkpoints");
   Check(num_pools() == num_kv_pools() + (has_states() ? 2 : 0),
         "every pool must have a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -117,7 +121,8 @@ const block::Layout& KvCache::PoolLayout(int pool) const {
 }
 
 StateView KvCache::WholeSlots(int pool) const {
-  return pool < 0 ? StateView() : StateView{data_[static_cast<size_t>(pool)].memory, state_bytes_};
+  return pool < 0 ? StateView()
+                  : StateView{data_[static_cast<size_t>(pool)].memory, SlotBytes(pool)};
 }
 
 void KvCache::CheckId(int pool, int64_t block) const {
@@ -131,7 +136,7 @@ int64_t KvCache::num_blocks(int pool) const { return num_blocks_.at(static_cast<
 
 int64_t KvCache::data_bytes_per_block(int pool) const {
   if (IsState(pool)) {
-    return state_bytes_;
+    return SlotBytes(pool);
   }
   return IsEmpty(pool) ? 0 : PoolLayout(pool).block_bytes();
 }

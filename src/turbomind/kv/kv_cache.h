@@ -23,8 +23,8 @@ namespace turbomind {
 //
 // With recurrent layers, two pools of states follow. A block of them is the state of all recurrent
 // layers of one sequence (ops/recurrent_params.h). The first pool has the *working states* of
-// running sequences, the second one the *checkpoints*: copies of the state after the last token of
-// a block. It may be empty.
+// running sequences, and those that a step saves; the second one the *checkpoints*: copies of the
+// state after the last token of a block, maybe with fewer bits. It may be empty.
 class KvCache {
  public:
   // num_blocks: one number per pool, states included. `device` must outlive the cache.
@@ -101,6 +101,9 @@ class KvCache {
   bool IsEmpty(int pool) const;  // whether a KV pool has no blocks by design
   void CheckNumBlocks(int pool) const;
   const block::Layout& PoolLayout(int pool) const;
+  int64_t SlotBytes(int pool) const {
+    return pool == StatePool() ? state_bytes_ : checkpoint_bytes_;
+  }
   StateView WholeSlots(int pool) const;
   void CheckId(int pool, int64_t block) const;
 
@@ -108,6 +111,7 @@ class KvCache {
   int block_seq_len_;
   int kv_heads_;
   int64_t state_bytes_;
+  int64_t checkpoint_bytes_;
   std::vector<LayerGroup> groups_;
   bool has_window16_pools_;
   std::vector<int64_t> num_blocks_;

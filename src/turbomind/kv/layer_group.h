@@ -24,8 +24,10 @@ struct KvCacheConfig {
   // those whose keys are quantized when they are written.
   bool k_offset = false;
   bool k_bias = false;  // as ModelConfig::k_bias
-  // Bytes of the state of all recurrent layers of one sequence, a multiple of 64; 0: none.
+  // Bytes of the state of all recurrent layers of one sequence, and of a checkpoint. Both are
+  // multiples of 64, or 0 if there are no such layers.
   int64_t state_bytes = 0;
+  int64_t checkpoint_bytes = 0;
 };
 
 // Returns a configuration in which every layer has the same KV format for K and V.

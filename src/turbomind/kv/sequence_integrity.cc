@@ -66,8 +66,10 @@ void SequenceManager::CheckStates(const Sequence& sequence) const {
   for (const PlannedSave& save : state.saves) {
     Check(last < save.position && save.position <= sequence.num_planned,
           "planned saves must be in order and in the planned step");
-    Check(save.kind == CheckpointKind::kNone || save.position % cache_.block_seq_len() == 0,
+    Check(save.checkpoint < 0 || save.position % cache_.block_seq_len() == 0,
           "a checkpoint must be at the end of a block");
+    Check(save.slot >= 0 || save.position == sequence.num_planned,
+          "a state before the last token must have a slot");
     last = save.position;
   }
 }
@@ -83,6 +85,7 @@ void SequenceManager::CountUsers(const Sequence& sequence, int pool,
   std::ranges::for_each(sequence.tables[static_cast<size_t>(pool)], count);
   if (pool == cache_.StatePool()) {
     count(sequence.state.slot);
+    std::ranges::for_each(sequence.state.saves, count, &PlannedSave::slot);
   }
   if (pool == cache_.CheckpointPool()) {
     count(sequence.state.restore);

@@ -23,11 +23,14 @@ struct BlockCounts {
   int64_t active = 0;
 };
 
-// A copy of a sequence's state that the planned step writes.
+// A copy of a sequence's state that the planned step writes. A state before the last token of the
+// step is written to a slot in the pool of working states. From there, or from the sequence's own
+// slot, it is then copied to a checkpoint.
 struct PlannedSave {
   int64_t position = 0;                         // after this many tokens
-  int32_t checkpoint = -1;                      // slot in the pool of checkpoints
-  CheckpointKind kind = CheckpointKind::kNone;  // kNone: it does not enter the prefix cache
+  int32_t slot = -1;                            // -1: the sequence's own, after the last token
+  int32_t checkpoint = -1;                      // -1: it does not enter the prefix cache
+  CheckpointKind kind = CheckpointKind::kNone;  // of the checkpoint
 
   bool operator==(const PlannedSave&) const = default;
 };
@@ -68,8 +71,10 @@ struct PlannedSave {
 // that the next step must first copy it from a checkpoint. Steps save the state after some blocks
 // (checkpoint_rule.h) and after every token of a draft but the last. Commit enters the former into
 // the prefix cache, where a checkpoint belongs to the last block before it. It is evicted
-// separately, and a hit ends at a checkpoint. Saves for the prefix cache are taken as far as slots
-// are left; they never evict KV. Some are spare and evicted first: those that
+// separately, and a hit ends at a checkpoint. If only some tokens of a draft are accepted, the
+// sequence goes on with the slot of the save after them. Saves leave a working slot to every
+// sequence that has none yet. Those for the prefix cache are taken as far as slots are left; they
+// never evict KV. Some are spare and evicted first: those that
 // divide a prompt, or end what it has in common with only one other, until a hit uses them; those
 // within an answer once it has a later one; and one that a single hit has used, once the prompt of
 // that hit has its own. So is either the end of the prompt or of the answer, depending on where the
@@ -85,9 +90,9 @@ struct PlannedSave {
 //     sliding window are in neither. Without a 16-bit window, every visible block is in the
 //     quantized table.
 //  5. FP4: every scale byte of a block in the trie is one that an encoder stores.
-//  6. A working slot has one sequence. A sequence's other states are its planned saves, in order
-//     and after num_written, and the checkpoint to restore. It has the latter if it has written
-//     tokens but no slot.
+//  6. A working slot has one sequence: it is its own or that of a planned save. Those are in order
+//     and after num_written. A sequence has a checkpoint to restore if it has written tokens but no
+//     slot.
 // An unknown or reused id is a bug in the caller and throws InternalError. Not thread-safe: only
 // the engine thread may use it.
 class SequenceManager {
@@ -239,6 +244,8 @@ class SequenceManager {
   bool Place(const BlockViews& copies, const std::vector<int>& known,
              std::vector<PoolBlock>& placed);
   int32_t TakeCheckpoint(CheckpointKind kind);
+  int64_t SpareStates() const;
+  int32_t TakeSpareState();
   void PlanSaves(Sequence& sequence, int64_t num_uncertain);
   void ListCheckpoints(Sequence& sequence, int64_t num_tokens);
   void FinishSaves(Sequence& sequence, int64_t num_planned, int64_t num_tokens);
@@ -268,6 +275,7 @@ class SequenceManager {
   int64_t checkpoint_interval_;
   std::vector<CheckpointUse> checkpoint_uses_;  // by slot
   uint64_t num_checkpoints_taken_ = 0;
+  int64_t num_stateful_ = 0;  // sequences that have a working slot
   // Prompts that continued the answer before them, minus those that replaced it; within ±kMaxTrend.
   int answer_trend_ = 0;
   std::unordered_map<uint64_t, Sequence> sequences_;

@@ -28,13 +28,25 @@ int32_t SequenceManager::TakeCheckpoint(CheckpointKind kind) {
   return slot;
 }
 
+// Returns the working slots that saves may take.
+int64_t SequenceManager::SpareStates() const {
+  const int64_t to_start = static_cast<int64_t>(sequences_.size()) - num_stateful_;
+  return managers_[static_cast<size_t>(cache_.StatePool())].free() - to_start;
+}
+
+// Returns -1 if there is none.
+int32_t SequenceManager::TakeSpareState() {
+  return SpareStates() > 0 ? managers_[static_cast<size_t>(cache_.StatePool())].Allocate() : -1;
+}
+
 int64_t SequenceManager::MaxUncertain(uint64_t id) const {
   const Sequence& sequence = At(id);
   if (!cache_.has_states()) {
     return std::numeric_limits<int64_t>::max();
   }
-  const BlockManager& manager = managers_[static_cast<size_t>(cache_.CheckpointPool())];
-  return manager.free() + manager.cached() + static_cast<int64_t>(sequence.state.saves.size());
+  return SpareStates() + std::ranges::count_if(sequence.state.saves, [](const PlannedSave& save) {
+           return save.slot >= 0;
+         });
 }
 
 // Plans the saves of the step of num_planned tokens. Those of an earlier plan, which never ran, are
@@ -43,6 +55,7 @@ void SequenceManager::PlanSaves(Sequence& sequence, int64_t num_uncertain) {
   State& state = sequence.state;
   if (state.slot < 0) {
     state.slot = taken_[static_cast<size_t>(cache_.StatePool())].front();
+    ++num_stateful_;
   }
   ReleaseSaves(sequence);
   const int64_t length = cache_.block_seq_len();
@@ -54,8 +67,8 @@ void SequenceManager::PlanSaves(Sequence& sequence, int64_t num_uncertain) {
   };
   for (int64_t position = certain; position < end; ++position) {
     const CheckpointKind kind = kind_at(position);
-    // kNone: a draft's state takes the place of any checkpoint.
-    state.saves.push_back({position, TakeCheckpoint(CheckpointKind::kNone), kind});
+    const int32_t checkpoint = kind == CheckpointKind::kNone ? -1 : TakeCheckpoint(kind);
+    state.saves.push_back({position, TakeSpareState(), checkpoint, kind});
   }
   // Those that matter most get their slots first.
   for (const bool are_spare : {false, true}) {
@@ -66,8 +79,12 @@ void SequenceManager::PlanSaves(Sequence& sequence, int64_t num_uncertain) {
       if (kind == CheckpointKind::kNone || is_planned || IsSpareAtFirst(kind) != are_spare) {
         continue;
       }
-      if (const int32_t slot = TakeCheckpoint(kind); slot >= 0) {
-        state.saves.push_back({position, slot, kind});
+      if (position < end && SpareStates() == 0) {
+        continue;
+      }
+      if (const int32_t checkpoint = TakeCheckpoint(kind); checkpoint >= 0) {
+        const int32_t slot = position < end ? TakeSpareState() : -1;
+        state.saves.push_back({position, slot, checkpoint, kind});
       }
     }
   }
@@ -102,34 +119,35 @@ void SequenceManager::ListCheckpoints(Sequence& sequence, int64_t num_tokens) {
   const int64_t length = cache_.block_seq_len();
   std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(cache_.CheckpointPool())];
   for (const PlannedSave& save : sequence.state.saves) {
-    if (save.kind != CheckpointKind::kNone && save.position <= num_tokens) {
+    if (save.checkpoint >= 0 && save.position <= num_tokens) {
       table.resize(static_cast<size_t>(save.position / length), -1);
       table.back() = save.checkpoint;
     }
   }
 }
 
-// Releases the saves of the committed step, except the one that the next step begins with.
+// Releases the saves of the committed step, except the slot that the next step begins with.
 void SequenceManager::FinishSaves(Sequence& sequence, int64_t num_planned, int64_t num_tokens) {
   State& state = sequence.state;
   const int pool = cache_.CheckpointPool();
   sequence.tables[static_cast<size_t>(pool)].clear();
   const bool has_run = num_tokens > sequence.num_written;
   const int32_t restored = has_run ? std::exchange(state.restore, -1) : -1;
-  for (const PlannedSave& save : state.saves) {
-    RankCheckpoint(sequence, save);
+  bool is_saved = !has_run || num_tokens == num_planned;
+  for (PlannedSave& save : state.saves) {
+    if (save.checkpoint >= 0) {
+      RankCheckpoint(sequence, save);
+    }
     if (has_run && save.position == num_tokens && num_tokens < num_planned) {
-      state.restore = save.checkpoint;
-    } else {
-      UnlockBlock({pool, save.checkpoint});
+      std::swap(state.slot, save.slot);
+      is_saved = true;
     }
   }
-  state.saves.clear();
+  ReleaseSaves(sequence);
   if (restored >= 0) {  // last, because a checkpoint that serves hits is worth more than a new one
     UnlockBlock({pool, restored});
   }
-  Check(!has_run || num_tokens == num_planned || state.restore >= 0,
-        "the state after the committed tokens must be saved");
+  Check(is_saved, "the state after the committed tokens must be saved");
   sequence.num_planned = num_tokens;
 }
 
@@ -197,7 +215,12 @@ void SequenceManager::MarkSpareUnlessUsed(const CheckpointRef& checkpoint, int m
 
 void SequenceManager::ReleaseSaves(Sequence& sequence) {
   for (const PlannedSave& save : sequence.state.saves) {
-    UnlockBlock({cache_.CheckpointPool(), save.checkpoint});
+    if (save.slot >= 0) {
+      UnlockBlock({cache_.StatePool(), save.slot});
+    }
+    if (save.checkpoint >= 0) {
+      UnlockBlock({cache_.CheckpointPool(), save.checkpoint});
+    }
   }
   sequence.state.saves.clear();
 }
@@ -210,6 +233,7 @@ void SequenceManager::ReleaseStates(Sequence& sequence) {
   }
   if (state.slot >= 0) {
     UnlockBlock({cache_.StatePool(), std::exchange(state.slot, -1)});
+    --num_stateful_;
   }
 }
 

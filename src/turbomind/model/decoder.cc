@@ -12,6 +12,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/ops/attention.h"
+#include "turbomind/ops/checkpoints.h"
 #include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
 #include "turbomind/ops/quantize_blocks.h"
@@ -89,7 +90,6 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
   if (model.softmax_scale == 0.f) {
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
   }
-  state_bytes_ = model.recurrent.StateBytes();
   for (int i = 0; i < model.num_layers; ++i) {
     last_mixer_ = model.HasMixer(i) ? i : last_mixer_;
   }
@@ -140,13 +140,8 @@ void Decoder::Forward(const DecoderInput& input) {
   for (size_t i = 0; i < step_groups_.size(); ++i) {
     step_groups_[i].batch = input.batch[i];
   }
-  const auto copy = [this](const StateView& to, int32_t to_slot, const StateView& from,
-                           int32_t from_slot) {
-    device_.Copy(to.At(to_slot), from.At(from_slot), static_cast<size_t>(state_bytes_));
-  };
-  const StatePair& states = config_.states;
-  for (const StateCopy& restore : input.restores) {
-    copy(states.working, restore.slot, states.checkpoints, restore.checkpoint);
+  if (!input.restores.empty()) {
+    invokeRestoreCheckpoints(device_, CopiesOf(input.restores));
   }
   device_.RunStep({.tokens = input.tokens,
                    .groups = step_groups_.data(),
@@ -154,8 +149,8 @@ void Decoder::Forward(const DecoderInput& input) {
                    .q_heads = model().num_heads,
                    .states = input.states.slots != nullptr ? &input.states : nullptr},
                   [&] { RunLayers(input); });
-  for (const StateCopy& save : input.last_saves) {
-    copy(states.checkpoints, save.checkpoint, states.working, save.slot);
+  if (!input.checkpoints.empty()) {
+    invokeSaveCheckpoints(device_, CopiesOf(input.checkpoints));
   }
   if (DecodesOnly(batch)) {
     GatherRows(input.rows, scratch_.hidden, model().hidden_size);

@@ -23,7 +23,10 @@ namespace turbomind {
 struct DecoderConfig {
   ModelConfig model;
   std::vector<LayerCache> layers;  // one per layer
-  StatePair states = {};           // whole slots; for recurrent layers
+  // For recurrent layers: whole slots of the working states and the checkpoints.
+  StateView states = {};
+  StateView checkpoints = {};
+  StateFormat checkpoint_format = StateFormat::kF32;
   bool rotate_k = false;
   bool search_scales = false;
   int max_positions = 0;  // of a sequence; needed by a bias of K beside K offsets
@@ -41,11 +44,11 @@ struct DecoderInput {
   // attention, a prefill step keeps only these rows. If there are none, it stops once K and V are
   // written.
   std::span<const int32_t> rows;
-  // For recurrent layers. `restores` are copied to the working slots before the step, and the
-  // states after each sequence's last token to the checkpoints of `last_saves` after it.
+  // For recurrent layers. `restores` are copied from checkpoints before the step, and `checkpoints`
+  // to them after it.
   StateBatch states = {};
   std::span<const StateCopy> restores = {};
-  std::span<const StateCopy> last_saves = {};
+  std::span<const StateCopy> checkpoints = {};
 };
 
 // A decoder on one device. It owns its scratch memory, sized once for the limits of a step, so a
@@ -111,6 +114,7 @@ class Decoder {
   void AddMixers(int index, int num_rows);
   void Attention(int index, const BatchView& batch, bool include_prefill);
   void Recur(int index, const float* x, const DecoderInput& input);
+  StateCopyParams CopiesOf(std::span<const StateCopy> copies) const;
   void UpdateMatrices(int index, const DecoderInput& input);
   // Moves rows of [num_tokens, width] to the beginning of `values`.
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
@@ -142,7 +146,6 @@ class Decoder {
   std::vector<StepGroup> step_groups_;  // by layer group
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;
-  int64_t state_bytes_ = 0;
   int last_mixer_ = 0;  // the last layer that mixes tokens
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;

@@ -8,9 +8,19 @@
 
 namespace turbomind {
 
+StateCopyParams Decoder::CopiesOf(std::span<const StateCopy> copies) const {
+  return {.states = config_.states,
+          .checkpoints = config_.checkpoints,
+          .shape = model().recurrent.State(),
+          .format = config_.checkpoint_format,
+          .copies = copies.data(),
+          .num_copies = static_cast<int>(copies.size())};
+}
+
 // Computes `mixed`, and the states of the layer.
 void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
   const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
+  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const RecurrentConfig& shape = model().recurrent;
   const BatchView& batch = input.batch.front();
   const bool only_convolves = shape.rule == RecurrentRule::kShortConvolution;
@@ -26,7 +36,7 @@ void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
                                    .channels = static_cast<int>(shape.Channels()),
                                    .kernel = shape.kernel,
                                    .silu = !only_convolves,
-                                   .state = config_.layers[static_cast<size_t>(index)].convolution,
+                                   .state = {cache.convolution, cache.convolution},
                                    .states = input.states,
                                    .batch = batch});
   if (only_convolves) {
@@ -49,6 +59,7 @@ void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
 // Computes `mixed` up to the norm, and the matrices of the heads, from `convolved` and `projected`.
 void Decoder::UpdateMatrices(int index, const DecoderInput& input) {
   const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
+  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const RecurrentConfig& shape = model().recurrent;
   const float* after_z = scratch_.projected + shape.Channels() + shape.ValueSize();
   StateHeads heads = {.qkv_stride = shape.Channels(),
@@ -61,7 +72,7 @@ void Decoder::UpdateMatrices(int index, const DecoderInput& input) {
                       .key_dim = shape.key_dim,
                       .value_dim = shape.value_dim,
                       .tiled = shape.tiled,
-                      .state = config_.layers[static_cast<size_t>(index)].matrices,
+                      .state = {cache.matrices, cache.matrices},
                       .states = input.states,
                       .batch = input.batch.front()};
   if (shape.rule == RecurrentRule::kSelectiveScan) {

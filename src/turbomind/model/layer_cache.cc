@@ -6,13 +6,8 @@ namespace turbomind {
 
 std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache& cache) {
   std::vector<LayerCache> layers;
-  StatePair states = {cache.states(), cache.checkpoints()};
-  const auto take = [&states](int64_t num_bytes) {
-    const StatePair taken = states;
-    states.working.data += num_bytes;
-    states.checkpoints.data += num_bytes;
-    return taken;
-  };
+  StateView states = cache.states();
+  const StateShape shape = model.recurrent.State();
   for (int i = 0; i < model.num_layers; ++i) {
     LayerCache& layer = layers.emplace_back();
     if (model.HasAttention(i)) {
@@ -24,8 +19,9 @@ std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache&
                .window = model.windows[static_cast<size_t>(i)]};
     }
     if (model.recurrent.Has(i)) {
-      layer.convolution = take(model.recurrent.ConvolutionBytes());
-      layer.matrices = take(model.recurrent.MatrixBytes());
+      layer.convolution = layer.matrices = states;
+      layer.matrices.data += shape.exact_bytes;
+      states.data += shape.LayerBytes(StateFormat::kF32);
     }
   }
   return layers;

@@ -16,8 +16,8 @@ struct LayerCache {
   const float* k_mean = nullptr;
   int group = -1;              // index of the batch view; -1: the layer has no attention
   int window = 0;              // as in kv/sliding_window.h
-  StatePair convolution = {};  // of a recurrent layer
-  StatePair matrices = {};     // same
+  StateView convolution = {};  // of a recurrent layer
+  StateView matrices = {};     // same
 
   bool has_attention() const { return group >= 0; }
   // Returns the pool that a step's K and V are written to.

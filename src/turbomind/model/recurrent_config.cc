@@ -48,12 +48,11 @@ int64_t RecurrentConfig::InputSize() const {
   return 0;
 }
 
-int64_t RecurrentConfig::ConvolutionBytes() const { return InLines((kernel - 1) * Channels()); }
-
-int64_t RecurrentConfig::MatrixBytes() const { return InLines(ValueSize() * key_dim); }
-
-int64_t RecurrentConfig::StateBytes() const {
-  return NumLayers() * (ConvolutionBytes() + MatrixBytes());
+StateShape RecurrentConfig::State() const {
+  return {.num_layers = NumLayers(),
+          .exact_bytes = InLines((kernel - 1) * Channels()),
+          .rows = num_value_heads * int64_t{key_dim},
+          .cols = value_dim};
 }
 
 void RecurrentConfig::Validate(int num_model_layers) const {

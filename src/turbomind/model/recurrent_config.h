@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "turbomind/kv/state_format.h"
+
 namespace turbomind {
 
 // How a recurrent layer computes (ops/recurrent_params.h). The first two rules have a convolution
@@ -38,11 +40,10 @@ struct RecurrentConfig {
   // Returns the outputs of the projection of a layer's input.
   int64_t InputSize() const;
 
-  // The state of a layer is that of its convolution, then the matrices of its heads, each at a
-  // multiple of 64 bytes. The layers follow each other.
-  int64_t ConvolutionBytes() const;
-  int64_t MatrixBytes() const;
-  int64_t StateBytes() const;  // of all recurrent layers of a sequence
+  // Returns the state of a sequence: for each recurrent layer that of its convolution, which every
+  // format keeps, and then the matrices of its heads.
+  StateShape State() const;
+  int64_t StateBytes() const { return State().Bytes(StateFormat::kF32); }
 
   // Throws InvalidArgument that names the field.
   void Validate(int num_model_layers) const;

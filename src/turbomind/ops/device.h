@@ -9,6 +9,7 @@
 #include "turbomind/core/device_memory.h"
 #include "turbomind/core/function_ref.h"
 #include "turbomind/kv/kv_format.h"
+#include "turbomind/ops/checkpoint_params.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/recurrent_params.h"
 
@@ -95,6 +96,9 @@ class Device : public DeviceMemory {
   virtual void SelectiveScan(const SelectiveScanParams& params) = 0;
   virtual void GatedNorm(const GatedNormParams& params) = 0;
   virtual void SigmoidGate(const SigmoidGateParams& params) = 0;
+  // Convert between working states and checkpoints. REQUIRES: params.format is not kF32.
+  virtual void SaveCheckpoints(const StateCopyParams& params) = 0;
+  virtual void RestoreCheckpoints(const StateCopyParams& params) = 0;
   // Returns false and writes nothing if the host must read the logits and compute the argmax.
   virtual bool ArgMaxRows(const ArgMaxRowsParams& params) {
     static_cast<void>(params);

@@ -75,6 +75,10 @@ class ForwardingDevice : public Device {
   void GatedDelta(const GatedDeltaParams& params) override { device_->GatedDelta(params); }
   void SelectiveScan(const SelectiveScanParams& params) override { device_->SelectiveScan(params); }
   void GatedNorm(const GatedNormParams& params) override { device_->GatedNorm(params); }
+  void SaveCheckpoints(const StateCopyParams& params) override { device_->SaveCheckpoints(params); }
+  void RestoreCheckpoints(const StateCopyParams& params) override {
+    device_->RestoreCheckpoints(params);
+  }
   void SigmoidGate(const SigmoidGateParams& params) override { device_->SigmoidGate(params); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
   bool SampleRows(const SampleRowsParams& params) override { return device_->SampleRows(params); }

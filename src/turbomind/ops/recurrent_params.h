@@ -22,12 +22,6 @@ struct StateSave {
   int32_t checkpoint = 0;  // slot in the pool of checkpoints
 };
 
-// A copy between a working slot and a checkpoint, before or after a step.
-struct StateCopy {
-  int32_t slot = 0;
-  int32_t checkpoint = 0;
-};
-
 // The states of a step. All layers share it. The arrays are on the host, as those of BatchView.
 // StepParams has them, too.
 struct StateBatch {

@@ -304,7 +304,9 @@ int64_t AllBytes(const ModelConfig& model, const EngineConfig& config,
                  const std::vector<int64_t>& blocks) {
   const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
   REQUIRE(blocks.size() == groups.size() + 2);
-  int64_t bytes = (blocks[groups.size()] + blocks.back()) * model.recurrent.StateBytes();
+  const KvCacheConfig cache = CacheConfig(model, config);
+  int64_t bytes =
+      blocks[groups.size()] * cache.state_bytes + blocks.back() * cache.checkpoint_bytes;
   for (size_t g = 0; g < groups.size(); ++g) {
     bytes += blocks[g] * groups[g].bytes_per_block();
   }
@@ -321,13 +323,14 @@ TEST_CASE("recurrent layers have working states, and checkpoints share the cache
   CHECK(cache.windows == std::vector{kNoAttention, kNoAttention, kNoAttention, 0, kNoAttention,
                                      kNoAttention, kNoAttention, 0});
   const auto budget = static_cast<int64_t>(0.8 * static_cast<double>(kFreeBytes));
-  const int64_t rest = budget - config.max_batch_size * state;
+  const int64_t slots = config.max_batch_size + 4;  // and the saves of a step
+  const int64_t rest = budget - slots * state;
   for (const double share : {0.5, 0.25, 0., 0.9}) {
     CAPTURE(share);
     config.state_checkpoint_share = share;
     const std::vector<int64_t> blocks = PlanBlocks(model, config, kFreeBytes, kCpu);
     REQUIRE(blocks.size() == 3);
-    CHECK(blocks[1] == config.max_batch_size);
+    CHECK(blocks[1] == slots);
     CHECK(blocks[2] == static_cast<int64_t>(share * static_cast<double>(rest)) / state);
     CHECK(AllBytes(model, config, blocks) <= budget);
     const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, kCpu);
@@ -348,19 +351,46 @@ TEST_CASE("there are no more checkpoints than blocks that they could follow") {
   config.max_batch_size = 1;
   config.session_len = 4 * config.cache_block_seq_len;
   const std::vector<int64_t> blocks = PlanBlocks(RecurrentModel(), config, kFreeBytes, kCpu);
-  CHECK(blocks == std::vector<int64_t>{4, 1, 4});
+  CHECK(blocks == std::vector<int64_t>{4, 5, 4});
 }
 
-TEST_CASE("without the prefix cache there are checkpoints for drafts only") {
+TEST_CASE("a full batch has working states for a draft") {
   const ModelConfig model = RecurrentModel();
   EngineConfig config = Config(KvCacheMode::kFp4Nv);
   config.enable_prefix_caching = false;
   CHECK(PlanBlocks(model, config, kFreeBytes, kCpu).back() == 0);
   config.num_draft_tokens = 8;
-  CHECK(PlanBlocks(model, config, kFreeBytes, kCpu).back() == 9);
+  const std::vector<int64_t> blocks = PlanBlocks(model, config, kFreeBytes, kCpu);
+  CHECK(blocks[1] == config.max_batch_size + 8);
+  CHECK(blocks[2] == 0);
   config.enable_prefix_caching = true;
   config.state_checkpoint_share = 0;
-  CHECK(PlanBlocks(model, config, kFreeBytes, kCpu).back() == 9);
+  CHECK(PlanBlocks(model, config, kFreeBytes, kCpu) == blocks);
+}
+
+TEST_CASE("checkpoints with fewer bits are more checkpoints in the same memory") {
+  const ModelConfig model = RecurrentModel();
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  const StateShape shape = model.recurrent.State();
+  const MemoryPlan exact = PlanMemory(model, config, kFreeBytes, kCpu);
+  for (const StateFormat format : {StateFormat::kBf16, StateFormat::kInt8}) {
+    config.state_checkpoint_format = format;
+    const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, kCpu);
+    CHECK(plan.state_bytes_per_sequence == exact.state_bytes_per_sequence);
+    const auto budget = static_cast<int64_t>(0.8 * static_cast<double>(kFreeBytes));
+    const int64_t rest = budget - (config.max_batch_size + 4) * shape.Bytes(StateFormat::kF32);
+    CHECK(plan.num_checkpoints == rest / 2 / shape.Bytes(format));
+    CHECK(plan.num_checkpoints > exact.num_checkpoints * 3 / 2);
+    CHECK(plan.checkpoint_bytes == plan.num_checkpoints * shape.Bytes(format));
+    CHECK(plan.reserved_bytes ==
+          AllBytes(model, config, PlanBlocks(model, config, kFreeBytes, kCpu)));
+  }
+  // The inputs of convolutions stay FP32. int8 has a scale for each row.
+  const int64_t matrices = shape.rows * shape.cols;
+  CHECK(shape.LayerBytes(StateFormat::kF32) == shape.exact_bytes + 4 * matrices);
+  CHECK(shape.LayerBytes(StateFormat::kBf16) == shape.exact_bytes + 2 * matrices);
+  CHECK(shape.LayerBytes(StateFormat::kInt8) ==
+        shape.exact_bytes + (matrices + 4 * shape.rows + 63) / 64 * 64);
 }
 
 TEST_CASE("states come on top of a number of blocks, in the same proportion") {
@@ -373,7 +403,7 @@ TEST_CASE("states come on top of a number of blocks, in the same proportion") {
     config.state_checkpoint_share = share;
     const std::vector<int64_t> blocks = PlanBlocks(model, config, 1, kCpu);
     CHECK(blocks[0] == 4096);
-    CHECK(blocks[1] == config.max_batch_size);
+    CHECK(blocks[1] == config.max_batch_size + 4);
     const auto bytes =
         static_cast<int64_t>(4096. * static_cast<double>(block) * share / (1 - share));
     CHECK(blocks[2] == bytes / state);

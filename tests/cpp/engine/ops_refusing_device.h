@@ -37,6 +37,8 @@ class OpsRefusingDevice : public Device {
   void SelectiveScan(const SelectiveScanParams&) override { Refuse(); }
   void GatedNorm(const GatedNormParams&) override { Refuse(); }
   void SigmoidGate(const SigmoidGateParams&) override { Refuse(); }
+  void SaveCheckpoints(const StateCopyParams&) override { Refuse(); }
+  void RestoreCheckpoints(const StateCopyParams&) override { Refuse(); }
 
  private:
   static std::unique_ptr<PackedMatrix> Refuse() {

@@ -24,7 +24,7 @@ constexpr int64_t kMaxLength = 200;
 
 KvCacheConfig StateConfig() {
   KvCacheConfig config = Planner::Config({kNoAttention, 0, kNoAttention}, {});
-  config.state_bytes = 64;
+  config.state_bytes = config.checkpoint_bytes = 64;
   return config;
 }
 
@@ -86,24 +86,24 @@ struct HashDevice {
         state = Mix(state, batch.tokens[static_cast<size_t>(t)]);
         while (next < states.num_saves && states.saves[next].sequence == s &&
                states.saves[next].num_tokens == t + 1 - begin) {
-          Check(t + 1 < end, "the last state must be in last_saves");
-          checkpoints.at(static_cast<size_t>(states.saves[next++].checkpoint)) = state;
+          Check(t + 1 < end, "the last state must be in the sequence's slot");
+          working.at(static_cast<size_t>(states.saves[next++].checkpoint)) = state;
         }
       }
       slot = state;
     }
     Check(next == states.num_saves, "saves must be in order and within the step");
-    for (const StateCopy& save : batch.last_saves) {
-      checkpoints.at(static_cast<size_t>(save.checkpoint)) =
-          working.at(static_cast<size_t>(save.slot));
-      ++num_last_saves;
+    for (const StateCopy& copy : batch.checkpoints) {
+      checkpoints.at(static_cast<size_t>(copy.checkpoint)) =
+          working.at(static_cast<size_t>(copy.slot));
+      ++num_checkpoints_made;
     }
   }
 
   std::vector<uint64_t> working;
   std::vector<uint64_t> checkpoints;
   int64_t num_restores = 0;
-  int64_t num_last_saves = 0;
+  int64_t num_checkpoints_made = 0;
 };
 
 // Accepts a random part of every draft, as the output processor does, and appends one more token.
@@ -131,7 +131,7 @@ struct Load {
 struct Totals {
   SchedulerStats stats;
   int64_t num_restores = 0;
-  int64_t num_last_saves = 0;
+  int64_t num_checkpoints_made = 0;
   int64_t num_drafted = 0;
   int64_t num_ended = 0;
 };
@@ -192,19 +192,19 @@ Totals RunLoad(const Load& load, int num_steps) {
   }
   totals.stats = planner.scheduler.stats();
   totals.num_restores = device.num_restores;
-  totals.num_last_saves = device.num_last_saves;
+  totals.num_checkpoints_made = device.num_checkpoints_made;
   return totals;
 }
 
 TEST_CASE("states follow the tokens through any plans") {
   for (const Load& load :
-       {Load{{40, 4, 16}}, Load{{13, 4, 5}}, Load{{60, 3, 40}, 8, 200}, Load{{40, 4, 16}, 4, 7}}) {
+       {Load{{40, 8, 16}}, Load{{13, 6, 5}}, Load{{60, 12, 40}, 8, 200}, Load{{40, 7, 16}, 4, 7}}) {
     CAPTURE(load.num_blocks[2]);
     const Totals totals = RunLoad(load, 4000);
     CHECK(totals.stats.prefix_hit_tokens > 500);
     CHECK(totals.stats.prefix_cut_tokens > 100);
-    CHECK(totals.num_restores > 500);
-    CHECK(totals.num_last_saves > 100);
+    CHECK(totals.num_restores > 50);
+    CHECK(totals.num_checkpoints_made > 100);
     CHECK(totals.num_drafted > 1000);
     CHECK(totals.num_ended > 100);
     MESSAGE("hits " << totals.stats.prefix_hit_tokens << ", cut " << totals.stats.prefix_cut_tokens
@@ -214,14 +214,45 @@ TEST_CASE("states follow the tokens through any plans") {
   }
 }
 
-TEST_CASE("without slots for their states there are no drafts, and nothing else changes") {
-  const Totals totals = RunLoad({{40, 4, 0}}, 1000);
-  CHECK(totals.num_drafted == 0);
+TEST_CASE("drafts need no checkpoints") {
+  const Totals totals = RunLoad({{40, 6, 0}}, 1000);
+  CHECK(totals.num_drafted > 100);
   CHECK(totals.num_restores == 0);
   CHECK(totals.stats.prefix_hit_tokens == 0);
-  const Totals uncached = RunLoad({.num_blocks = {40, 4, 5}, .prefix_caching = false}, 1000);
+  const Totals uncached = RunLoad({.num_blocks = {40, 6, 5}, .prefix_caching = false}, 1000);
   CHECK(uncached.num_drafted > 100);
   CHECK(uncached.stats.prefix_queried_tokens == 0);
+}
+
+TEST_CASE("a draft leaves a slot to every sequence that has none") {
+  Planner planner(Limits(1, 64), StateConfig(), {64, 1, 3});
+  Sequence* only = planner.Add(Prompt(0, 5));
+  only->request->max_new_tokens = 100;
+  only->drafter = std::make_unique<RandomDrafter>(6, 1);
+  for (int step = 0; step < 20; ++step) {
+    planner.scheduler.Plan();
+    CHECK(only->draft.empty());
+    only->tokens.push_back(1);
+    planner.scheduler.StepDone();
+  }
+  // Two slots are left, and the second prompt has none of them yet.
+  Planner two(Limits(2, 64), StateConfig(), {64, 3, 8});
+  Sequence* first = two.Add(Prompt(0, 5));
+  first->request->max_new_tokens = 100;
+  CHECK(two.Step() == "0:5");
+  two.Add(Prompt(1, 5));
+  class One : public RandomDrafter {
+   public:
+    One() : RandomDrafter(1, 0) {}
+    std::span<const int32_t> candidate() const override { return tokens_; }
+
+   private:
+    std::vector<int32_t> tokens_ = {1, 2, 3};
+  };
+  first->drafter = std::make_unique<One>();
+  const Batch& batch = two.scheduler.Plan();
+  CHECK(first->draft.size() == 1);
+  CHECK(batch.num_seqs() == 2);
 }
 
 TEST_CASE("a draft is as long as the slots allow") {
@@ -247,13 +278,12 @@ TEST_CASE("a draft is as long as the slots allow") {
   }
   sequence->tokens.push_back(1);  // one token of the draft is right
   sequence->tokens.push_back(7);
-  const int32_t checkpoint = batch.saves[1].checkpoint;
+  const int32_t slot = batch.saves[1].checkpoint;
   planner.scheduler.StepDone();
   const Batch& next = planner.scheduler.Plan();
-  CHECK(sequence->draft.size() == 2);  // the state to restore holds a slot
-  REQUIRE(next.restores.size() == 1);
-  CHECK(next.restores[0].checkpoint == checkpoint);
-  CHECK(next.restores[0].slot == next.state_slots[0]);
+  CHECK(sequence->draft.size() == 3);
+  CHECK(next.restores.empty());  // the state after that token is in the slot where it was saved
+  CHECK(next.state_slots[0] == slot);
 }
 
 TEST_CASE("questions about one text wait for it and begin at the checkpoint where they part") {
@@ -291,7 +321,7 @@ TEST_CASE("a model without recurrent layers has no states") {
   const Batch& batch = planner.scheduler.Plan();
   CHECK(batch.state_slots.empty());
   CHECK(batch.saves.empty());
-  CHECK(batch.last_saves.empty());
+  CHECK(batch.checkpoints.empty());
   CHECK(batch.restores.empty());
 }
 

@@ -117,7 +117,40 @@ inline ModelConfig TinyHybrid() {
                       .num_value_heads = 4,
                       .key_dim = 16,
                       .value_dim = 32,
-                      .kernel = 4};
+                      .kernel = 4,
+                      .norm_groups = 4};
+  return config;
+}
+
+// Returns a config with layers of every kind: Mamba-2 beside attention, as in Falcon-H1, then one
+// branch per layer, as in Nemotron-H. The last layer mixes no tokens.
+inline ModelConfig TinyBranches() {
+  ModelConfig config = TinyConfig();
+  config.num_layers = 5;
+  config.windows = {0, 0, 0, 0, 0};
+  config.attention_layers = {1, 0, 0, 1, 0};
+  config.feed_forward_layers = {1, 0, 1, 0, 1};
+  config.recurrent = {.rule = RecurrentRule::kSelectiveScan,
+                      .layers = {1, 1, 0, 0, 0},
+                      .num_key_heads = 2,
+                      .num_value_heads = 4,
+                      .key_dim = 16,
+                      .value_dim = 32,
+                      .kernel = 4,
+                      .norm_groups = 2,
+                      .gate_first = true};
+  return config;
+}
+
+// Returns a config like that of LFM2: short convolutions around a layer with attention.
+inline ModelConfig TinyConvolutions() {
+  ModelConfig config = TinyConfig();
+  config.num_layers = 3;
+  config.windows = {0, 0, 0};
+  config.recurrent = {.rule = RecurrentRule::kShortConvolution,
+                      .layers = {1, 0, 1},
+                      .width = config.hidden_size,
+                      .kernel = 3};
   return config;
 }
 
@@ -174,16 +207,17 @@ class TinyBuilder {
     AddVector("final_norm", config_.hidden_size, 0.5f, 1.5f);
     for (int i = 0; i < config_.num_layers; ++i) {
       const std::string prefix = "layers." + std::to_string(i) + ".";
-      AddNorms(prefix);
+      AddNorms(prefix, i);
       if (config_.recurrent.Has(i)) {
         AddRecurrent(prefix + "recurrent.");
-      } else {
+      }
+      if (config_.HasAttention(i)) {
         AddAttention(prefix);
       }
-      if (!config_.moe.HasExperts(i)) {
-        AddFeedForward(prefix, config_.intermediate_size);
-      } else {
+      if (config_.moe.HasExperts(i)) {
         AddExperts(prefix);
+      } else if (config_.HasFeedForward(i)) {
+        AddFeedForward(prefix, config_.intermediate_size);
       }
     }
     return builder_.Build();
@@ -207,13 +241,17 @@ class TinyBuilder {
     builder_.AddVector(name, random_.Uniform(size, low, high).data(), size);
   }
 
-  void AddNorms(const std::string& prefix) {
+  // Returns the range of the matrices before a residual. With recurrent layers it is so small that
+  // answers repeat, as drafts need it.
+  float OutputRange() const { return config_.recurrent.HasAny() ? 0.01f : 0.3f; }
+
+  void AddNorms(const std::string& prefix, int layer) {
     const int64_t hidden = config_.hidden_size;
     const NormConfig& norm = config_.norm;
-    if (norm.inputs) {
+    if (norm.inputs && config_.HasMixer(layer)) {
       AddVector(prefix + "attention_norm", hidden, 0.5f, 1.5f);
     }
-    if (norm.inputs && !config_.parallel) {
+    if (norm.inputs && config_.HasFeedForward(layer) && !config_.parallel) {
       AddVector(prefix + "ffn_norm", hidden, 0.5f, 1.5f);
     }
     if (norm.outputs) {
@@ -225,20 +263,29 @@ class TinyBuilder {
   void AddRecurrent(const std::string& prefix) {
     const RecurrentConfig& shape = config_.recurrent;
     const int64_t hidden = config_.hidden_size;
+    AddVector(prefix + "convolution", shape.kernel * shape.Channels(), -0.5f, 0.5f);
+    AddMatrix(prefix + "o", hidden, shape.ValueSize(), OutputRange());
+    AddMatrix(prefix + "v", shape.ValueSize(), hidden, 0.3f);
+    if (shape.rule == RecurrentRule::kShortConvolution) {
+      AddVector(prefix + "convolution.bias", shape.Channels(), -0.5f, 0.5f);
+      AddMatrix(prefix + "in_gate", shape.ValueSize(), hidden, 0.3f);
+      AddMatrix(prefix + "out_gate", shape.ValueSize(), hidden, 0.3f);
+      return;
+    }
     for (const char* name : {"q", "k"}) {
       AddMatrix(prefix + name, shape.KeySize(), hidden, 0.3f);
     }
-    for (const char* name : {"v", "z"}) {
-      AddMatrix(prefix + name, shape.ValueSize(), hidden, 0.3f);
-    }
-    for (const char* name : {"b", "a"}) {
-      AddMatrix(prefix + name, shape.num_value_heads, hidden, 0.3f);
-    }
-    AddVector(prefix + "convolution", shape.kernel * shape.Channels(), -0.5f, 0.5f);
+    AddMatrix(prefix + "z", shape.ValueSize(), hidden, 0.3f);
+    AddMatrix(prefix + "a", shape.num_value_heads, hidden, 0.3f);
     AddVector(prefix + "decay", shape.num_value_heads, 0.01f, 0.5f);
     AddVector(prefix + "dt_bias", shape.num_value_heads, -1.f, 1.f);
-    AddVector(prefix + "norm", shape.value_dim, 0.5f, 1.5f);
-    AddMatrix(prefix + "o", hidden, shape.ValueSize(), 0.02f);  // so small that answers repeat
+    const bool is_delta = shape.rule == RecurrentRule::kGatedDelta;
+    AddVector(prefix + "norm", is_delta ? shape.value_dim : shape.ValueSize(), 0.5f, 1.5f);
+    if (is_delta) {
+      AddMatrix(prefix + "b", shape.num_value_heads, hidden, 0.3f);
+    } else {
+      AddVector(prefix + "skip", shape.num_value_heads, 0.5f, 1.5f);
+    }
   }
 
   void AddAttention(const std::string& prefix) {
@@ -260,7 +307,7 @@ class TinyBuilder {
     AddMatrix(prefix + "k", kv, hidden, 0.3f);
     AddMatrix(prefix + "v", kv, hidden, 0.3f);
     AddVector(prefix + "v.bias", kv, -0.1f, 0.1f);
-    AddMatrix(prefix + "o", hidden, q, 0.3f);
+    AddMatrix(prefix + "o", hidden, q, OutputRange());
     if (is_gpt_oss() && options_.sinks) {
       // Sinks have a generator of their own, so that the other weights are the same without them.
       const auto sinks =
@@ -274,7 +321,7 @@ class TinyBuilder {
       AddMatrix(prefix + "gate", inner, config_.hidden_size, 0.3f);
     }
     AddMatrix(prefix + "up", inner, config_.hidden_size, 0.3f);
-    AddMatrix(prefix + "down", config_.hidden_size, inner, 0.3f);
+    AddMatrix(prefix + "down", config_.hidden_size, inner, OutputRange());
   }
 
   void AddExperts(const std::string& prefix) {

@@ -18,14 +18,14 @@ using testing::Tokens;
 
 KvCacheConfig Config(std::vector<int> windows = {kNoAttention, 0}) {
   KvCacheConfig config = PoolConfig(windows);
-  config.state_bytes = 64;
+  config.state_bytes = config.checkpoint_bytes = 64;
   return config;
 }
 
-// Pools with room for 64 blocks and 4 running sequences.
+// Pools with room for 64 blocks and 4 running sequences, and for 4 saves of a step.
 struct StatePools : Pools {
   explicit StatePools(int64_t num_checkpoints, bool prefix = true)
-      : Pools(Config(), {64, 4, num_checkpoints}, prefix) {}
+      : Pools(Config(), {64, 8, num_checkpoints}, prefix) {}
 
   int64_t Hit(const std::vector<int32_t>& prompt) { return manager.CachedTokens(prompt) / kLength; }
   BlockCounts checkpoints() const { return manager.counts(cache.CheckpointPool()); }
@@ -81,7 +81,7 @@ TEST_CASE("a hit locks its checkpoint until the first step is committed") {
   CHECK(pools.checkpoints().active == 0);
   CHECK(pools.manager.counts(pools.cache.StatePool()).active == 1);
   pools.manager.FreeDataAndScaleBlocks(2);
-  CHECK(pools.manager.counts(pools.cache.StatePool()).free == 4);
+  CHECK(pools.manager.counts(pools.cache.StatePool()).free == 8);
 }
 
 TEST_CASE("saves are planned in order and enter the prefix cache with their tokens") {
@@ -218,7 +218,7 @@ TEST_CASE("a checkpoint that one hit has used gives way when the prompt of the h
 
 TEST_CASE("an interval divides a prompt with checkpoints that never take the place of others") {
   MemoryDevice device;
-  KvCache cache(device, Config(), {64, 4, 6});
+  KvCache cache(device, Config(), {64, 7, 6});
   SequenceManager manager(cache, true, nullptr, 2);
   const std::vector<int32_t> prompt = Tokens(12 * kLength + 1);
   const auto run = [&](uint64_t id, const std::vector<int32_t>& tokens) {
@@ -247,34 +247,37 @@ TEST_CASE("a draft saves the state after every token but its last one") {
   std::vector<int32_t> tokens = Tokens(kLength - 1);
   pools.manager.Create(1, tokens);
   REQUIRE(pools.Compute(1, tokens));
-  CHECK(pools.manager.MaxUncertain(1) == 4);
+  CHECK(pools.manager.MaxUncertain(1) == 7);
   tokens.push_back(7);
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, kLength));
-  // The saved end of the block may become a draft's state.
-  CHECK(pools.manager.PlannedSaves(1).size() == 1);
-  CHECK(pools.manager.MaxUncertain(1) == 4);
-  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(1, kLength + 5, 5));
+  // The end of the block is in the sequence's own slot.
+  REQUIRE(pools.manager.PlannedSaves(1).size() == 1);
+  CHECK(pools.manager.PlannedSaves(1)[0].slot == -1);
+  CHECK(pools.manager.MaxUncertain(1) == 7);
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(1, kLength + 8, 8));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, kLength + 3, 3));
+  CHECK(pools.manager.MaxUncertain(1) == 7);  // its own saves may be planned anew
   const auto saves = pools.manager.PlannedSaves(1);
   REQUIRE(saves.size() == 3);
   CHECK(saves[0].position == kLength);
   CHECK(saves[0].kind == CheckpointKind::kAnswer);
+  CHECK(saves[0].checkpoint >= 0);
   CHECK(saves[2].position == kLength + 2);
-  const int32_t second = saves[1].checkpoint;
+  CHECK(saves[2].checkpoint == -1);
+  const int32_t second = saves[1].slot;
   tokens.push_back(8);  // one token of the draft is right
   pools.manager.Commit(1, tokens);
   pools.manager.CheckIntegrity();
-  CHECK(pools.manager.CheckpointToRestore(1) == second);
-  CHECK(pools.checkpoints().active == 1);
-  CHECK(pools.checkpoints().cached == 1);
-  CHECK(pools.manager.MaxUncertain(1) == 3);
-  tokens.push_back(9);
-  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, kLength + 3, 1));
-  CHECK(pools.manager.CheckpointToRestore(1) == second);
-  tokens.push_back(10);
-  pools.manager.Commit(1, tokens);  // the whole draft is right
+  CHECK(pools.manager.StateSlot(1) == second);  // the sequence goes on there
   CHECK(pools.manager.CheckpointToRestore(1) == -1);
   CHECK(pools.checkpoints().active == 0);
+  CHECK(pools.checkpoints().cached == 1);
+  CHECK(pools.manager.MaxUncertain(1) == 7);
+  tokens.push_back(9);
+  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, kLength + 3, 1));
+  tokens.push_back(10);
+  pools.manager.Commit(1, tokens);  // the whole draft is right
+  CHECK(pools.manager.StateSlot(1) == second);
 }
 
 TEST_CASE("fewer tokens than the certain ones cannot be committed") {
@@ -287,16 +290,16 @@ TEST_CASE("fewer tokens than the certain ones cannot be committed") {
 
 TEST_CASE("working slots bound the sequences that run, and cleared prefixes keep running states") {
   StatePools pools(4);
-  for (uint64_t id = 1; id <= 4; ++id) {
+  for (uint64_t id = 1; id <= 8; ++id) {
     pools.manager.Create(id, Tokens(5));
     REQUIRE(pools.manager.AllocateDataAndScaleBlocks(id, 5));
   }
-  pools.manager.Create(5, Tokens(5));
-  CHECK(pools.manager.BlocksNeeded(5, pools.cache.StatePool(), 5) == 1);
-  CHECK(pools.manager.BlocksToCome(5, pools.cache.StatePool(), 5, 5) == 1);
-  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(5, 5));
+  pools.manager.Create(9, Tokens(5));
+  CHECK(pools.manager.BlocksNeeded(9, pools.cache.StatePool(), 5) == 1);
+  CHECK(pools.manager.BlocksToCome(9, pools.cache.StatePool(), 5, 5) == 1);
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(9, 5));
   pools.manager.FreeDataAndScaleBlocks(2);
-  CHECK(pools.manager.AllocateDataAndScaleBlocks(5, 5));
+  CHECK(pools.manager.AllocateDataAndScaleBlocks(9, 5));
 
   StatePools other(4);
   const std::vector<int32_t> prompt = Tokens(2 * kLength + 1);

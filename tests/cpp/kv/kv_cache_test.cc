@@ -81,6 +81,7 @@ TEST_CASE("pools of states follow the KV pools") {
   {
     KvCacheConfig config = Config({kNoAttention, 40, 0, kNoAttention});
     config.state_bytes = 192;
+    config.checkpoint_bytes = 128;
     for (const bool window16 : {false, true}) {
       config.window16 = window16 ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
       std::vector<int64_t> num_blocks(window16 ? 4 : 2, 3);
@@ -107,7 +108,8 @@ TEST_CASE("pools of states follow the KV pools") {
             cache.GetBlockPtr(cache.CheckpointPool(), 6));
       CHECK_THROWS_AS(cache.GetBlockPtr(cache.StatePool(), 5), InternalError);
       CHECK(cache.reserved_bytes() == static_cast<int64_t>(device.reserved_bytes));
-      const BlockCopy copy(192, std::byte{3});
+      CHECK(cache.checkpoints().slot_bytes == 128);
+      const BlockCopy copy(128, std::byte{3});
       cache.WriteBlock(cache.CheckpointPool(), 6, copy);
       CHECK(cache.ReadBlock(cache.CheckpointPool(), 6) == copy);
       CHECK(cache.ReadBlock(cache.CheckpointPool(), 5) != copy);
@@ -116,6 +118,9 @@ TEST_CASE("pools of states follow the KV pools") {
     CHECK_NOTHROW(KvCache(device, config, {3, 3, 3, 3, 1, 0}));
     CHECK_THROWS_AS(KvCache(device, config, {3, 3, 3, 3, 0, 1}), InvalidArgument);
     config.state_bytes = 100;
+    CHECK_THROWS_AS(KvCache(device, config, {3, 3, 3, 3, 1, 1}), InternalError);
+    config.state_bytes = 192;
+    config.checkpoint_bytes = 0;
     CHECK_THROWS_AS(KvCache(device, config, {3, 3, 3, 3, 1, 1}), InternalError);
     KvCache plain(device, Config({0}), {3});
     CHECK(!plain.has_states());

@@ -43,6 +43,8 @@ class SlowLinear : public NullDevice {
   void SelectiveScan(const SelectiveScanParams&) override {}
   void GatedNorm(const GatedNormParams&) override {}
   void SigmoidGate(const SigmoidGateParams&) override {}
+  void SaveCheckpoints(const StateCopyParams&) override {}
+  void RestoreCheckpoints(const StateCopyParams&) override {}
 };
 
 struct Fixture {

@@ -35,6 +35,7 @@ class EngineRun:
         int8_activations: bool = False,
         prefix_caching: bool = False,
         num_draft_tokens: int = 0,
+        state_format: str = "f32",
     ) -> None:
         from lmdeploy import _turbomind
         from lmdeploy.engine.model_files import ModelChanges, load_model
@@ -53,6 +54,7 @@ class EngineRun:
         config.cache_max_entry_count = 0.5
         config.enable_prefix_caching = prefix_caching
         config.num_draft_tokens = num_draft_tokens
+        config.state_checkpoint_format = state_format
         config.check_integrity = True
         self._engine = _turbomind.Engine(
             self.model.config, config, self.model.weights, device, 2 << 30

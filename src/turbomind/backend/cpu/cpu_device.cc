@@ -169,6 +169,12 @@ class CpuDevice final : public Device {
     CpuSelectiveScan(recurrent_, pool_, params);
   }
   void GatedNorm(const GatedNormParams& params) override { CpuGatedNorm(dense_, pool_, params); }
+  void SaveCheckpoints(const StateCopyParams& params) override {
+    CpuSaveCheckpoints(recurrent_, pool_, params);
+  }
+  void RestoreCheckpoints(const StateCopyParams& params) override {
+    CpuRestoreCheckpoints(recurrent_, pool_, params);
+  }
   void SigmoidGate(const SigmoidGateParams& params) override {
     CpuSigmoidGate(dense_, pool_, params);
   }

@@ -1,6 +1,7 @@
 #include "turbomind/backend/cpu/cpu_recurrent_ops.h"
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 
 #include "turbomind/backend/cpu/parallel_rows.h"
@@ -79,6 +80,55 @@ void CpuSelectiveScan(const CpuRecurrentKernels& kernels, ThreadPool& pool,
   ForColumns(pool, params.heads, [&](const SequenceStep& step, const ColumnRun& run) {
     kernels.selective_scan(params, step, run);
   });
+}
+
+namespace {
+
+// Calls convert(rows) for pieces of all copies, and copy(state, checkpoint, num_bytes) for the
+// values at the beginning of every layer, in parallel.
+template <class Convert, class Copy>
+void ForRows(ThreadPool& pool, const StateCopyParams& p, Convert convert, Copy copy_exact) {
+  constexpr int64_t kRowsOfPiece = 256;
+  const StateShape& shape = p.shape;
+  const int64_t pieces = CeilDiv(shape.rows, kRowsOfPiece);
+  pool.ParallelFor(p.num_copies * shape.num_layers * pieces, [&](int64_t item, int) {
+    const StateCopy& copy = p.copies[item / pieces / shape.num_layers];
+    const int64_t layer = item / pieces % shape.num_layers;
+    const int64_t first = item % pieces * kRowsOfPiece;
+    std::byte* state = reinterpret_cast<std::byte*>(p.states.At(copy.slot)) +
+                       layer * shape.LayerBytes(StateFormat::kF32);
+    std::byte* checkpoint = reinterpret_cast<std::byte*>(p.checkpoints.At(copy.checkpoint)) +
+                            layer * shape.LayerBytes(p.format);
+    const int64_t code_bytes = p.format == StateFormat::kInt8 ? 1 : 2;
+    convert(StateRows{
+        .values = reinterpret_cast<float*>(state + shape.exact_bytes) + first * shape.cols,
+        .codes = checkpoint + shape.CodesOffset(p.format) + first * shape.cols * code_bytes,
+        .scales = reinterpret_cast<float*>(checkpoint + shape.exact_bytes) + first,
+        .num_rows = std::min(kRowsOfPiece, shape.rows - first),
+        .cols = shape.cols,
+        .format = p.format});
+    if (first == 0) {
+      copy_exact(state, checkpoint, static_cast<size_t>(shape.exact_bytes));
+    }
+  });
+}
+
+}  // namespace
+
+void CpuSaveCheckpoints(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                        const StateCopyParams& params) {
+  ForRows(pool, params, kernels.encode_state,
+          [](const std::byte* state, std::byte* checkpoint, size_t num_bytes) {
+            std::memcpy(checkpoint, state, num_bytes);
+          });
+}
+
+void CpuRestoreCheckpoints(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                           const StateCopyParams& params) {
+  ForRows(pool, params, kernels.decode_state,
+          [](std::byte* state, const std::byte* checkpoint, size_t num_bytes) {
+            std::memcpy(state, checkpoint, num_bytes);
+          });
 }
 
 }  // namespace turbomind

@@ -6,6 +6,7 @@
 
 #include "turbomind/backend/cpu/recurrent_kernels.h"
 #include "turbomind/core/thread_pool.h"
+#include "turbomind/ops/checkpoint_params.h"
 #include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
@@ -16,5 +17,9 @@ void CpuGatedDelta(const CpuRecurrentKernels& kernels, ThreadPool& pool,
                    const GatedDeltaParams& params);
 void CpuSelectiveScan(const CpuRecurrentKernels& kernels, ThreadPool& pool,
                       const SelectiveScanParams& params);
+void CpuSaveCheckpoints(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                        const StateCopyParams& params);
+void CpuRestoreCheckpoints(const CpuRecurrentKernels& kernels, ThreadPool& pool,
+                           const StateCopyParams& params);
 
 }  // namespace turbomind

@@ -5,8 +5,10 @@
 // code through this header. Every kernel returns the same bits with every instruction set, split of
 // the work and cut of a sequence into steps.
 
+#include <cstddef>
 #include <cstdint>
 
+#include "turbomind/kv/state_format.h"
 #include "turbomind/ops/recurrent_params.h"
 
 namespace turbomind {
@@ -37,6 +39,16 @@ struct ColumnRun {
 };
 inline constexpr int kMinColumnRun = 64;  // unless a head has fewer
 
+// Rows of a state, and what a checkpoint has of them.
+struct StateRows {
+  float* values = nullptr;     // [num_rows, cols]
+  std::byte* codes = nullptr;  // same, in `format`
+  float* scales = nullptr;     // [num_rows]; for kInt8
+  int64_t num_rows = 0;
+  int cols = 0;
+  StateFormat format = StateFormat::kF32;
+};
+
 struct CpuRecurrentKernels {
   void (*short_convolution)(const ShortConvolutionParams& params, const SequenceStep& step,
                             const ChannelRun& run) = nullptr;
@@ -44,6 +56,8 @@ struct CpuRecurrentKernels {
                       const ColumnRun& run) = nullptr;
   void (*selective_scan)(const SelectiveScanParams& params, const SequenceStep& step,
                          const ColumnRun& run) = nullptr;
+  void (*encode_state)(const StateRows& rows) = nullptr;  // from values to codes
+  void (*decode_state)(const StateRows& rows) = nullptr;  // back
 };
 
 namespace scalar {

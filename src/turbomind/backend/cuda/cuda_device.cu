@@ -238,6 +238,12 @@ class CudaDevice final : public Device {
   }
   void GatedNorm(const GatedNormParams& params) override { CudaGatedNorm(context_, params); }
   void SigmoidGate(const SigmoidGateParams& params) override { CudaSigmoidGate(context_, params); }
+  void SaveCheckpoints(const StateCopyParams& params) override {
+    CudaSaveCheckpoints(context_, params);
+  }
+  void RestoreCheckpoints(const StateCopyParams& params) override {
+    CudaRestoreCheckpoints(context_, params);
+  }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override {
     CudaArgMaxRows(context_, params);
     return true;

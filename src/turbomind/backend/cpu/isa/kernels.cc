@@ -34,6 +34,8 @@ void FillRecurrentKernels(CpuRecurrentKernels& kernels) {
   kernels.short_convolution = ShortConvolutionRun;
   kernels.gated_delta = GatedDeltaRun;
   kernels.selective_scan = SelectiveScanRun;
+  kernels.encode_state = EncodeStateRows;
+  kernels.decode_state = DecodeStateRows;
 }
 
 }  // namespace turbomind::TM_ISA

@@ -11,5 +11,7 @@ void ShortConvolutionRun(const ShortConvolutionParams& params, const SequenceSte
 void GatedDeltaRun(const GatedDeltaParams& params, const SequenceStep& step, const ColumnRun& run);
 void SelectiveScanRun(const SelectiveScanParams& params, const SequenceStep& step,
                       const ColumnRun& run);
+void EncodeStateRows(const StateRows& rows);
+void DecodeStateRows(const StateRows& rows);
 
 }  // namespace turbomind::TM_ISA
