@@ -31,8 +31,6 @@ class RoundedMatrix:
     kind: str  # q8_0 or q4_1
     transposed: bool
 
-    row_step = 1
-
     @property
     def parts(self) -> tuple[Bytes, ...]:
         """Return all bytes of the matrix in the file."""

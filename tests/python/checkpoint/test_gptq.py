@@ -18,12 +18,14 @@ from quantized_folders import (
     Stored,
     change_config,
     change_tensors,
+    check_hybrid,
     pack_words,
     quantize_groups,
     save_quantized,
 )
 from reference.weights import read_gptq
 from safetensors.torch import load_file
+from tiny_families import HYBRID_MODELS
 from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
@@ -153,6 +155,13 @@ def test_gptq_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Pa
         error = relative_error(run.logits(ids), reference_logits(model, ids))
     print(f"{tiny.name} {name}: relative error {error:.2e}")
     assert error <= MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tiny", HYBRID_MODELS, ids=lambda tiny: tiny.name)
+def test_hybrid_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    check_hybrid(tiny, tmp_path, variant.quantize, quantization=variant.config)
 
 
 def test_gptq_zeros_have_another_meaning_in_the_second_version(tmp_path: Path) -> None:
