@@ -140,8 +140,10 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in the file."""
-        return sum(int(part.size) for part in self.parts)
+        """Return the size in the file. Selected rows have their share of the whole."""
+        size = sum(int(part.size) for part in self.parts)
+        runs = self.matrix.runs if isinstance(self.matrix, SomeRows) else self.runs
+        return size if runs is None else size * runs.count // runs.stride
 
     @property
     def parts(self) -> list[Bytes]:

@@ -66,7 +66,10 @@ def check_hybrid(
     model, ids = save_quantized(tiny, folder, quantize, quantization=quantization), prompt(80)
     with EngineRun(str(folder), exact=True) as run:
         logits = run.logits(ids)
-    for planned in open_checkpoint(folder).tensors:
+    tensors = open_checkpoint(folder).tensors
+    total = sum(planned.tensor.num_bytes for planned in tensors)
+    assert 0.7 < total / (folder / "model.safetensors").stat().st_size < 1
+    for planned in tensors:
         if planned.name.endswith("attention_gate"):
             _check_rows(planned.tensor, model.config.num_attention_heads)
     error = relative_error(logits, reference_logits(model, ids))
