@@ -97,7 +97,7 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     if is_router(planned):
         return 4 * values  # routers stay in FP32
     if tensor.format in MAPPED_FORMATS:
-        return tensor.num_bytes
+        return tensor.rows * row_bytes("MXFP4", tensor.cols)
     kind = engine_format(tensor, exact)
     return 2 * values if kind == "bf16" else tensor.rows * row_bytes(kind.upper(), tensor.cols)
 
@@ -121,7 +121,6 @@ def matrix_for_engine(
     must be F32, F16 or BF16.
     """
     kind = engine_format(tensor, exact)
-    stored = tensor.bytes_by_row()
 
     def ordered(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.ascontiguousarray(
@@ -130,18 +129,18 @@ def matrix_for_engine(
 
     is_stored = tensor.as_stored or tensor.format in MAPPED_FORMATS
     if tensor.format in _RAW_FORMATS or (is_stored and kind != "f32" and tensor.matrix is None):
+        stored = tensor.bytes_by_row()
         if kind == "nvfp4":
             _check_nvfp4(tensor, stored)
         return kind, ordered(stored)
     if tensor.format == "BF16" and scale == 1.0:
-        halves = stored.view("<u2")
+        halves = tensor.bytes_by_row().view("<u2")
         if transposed:
             return kind, np.ascontiguousarray(halves.T)
         return kind, ordered(halves)
     width = row_bytes(kind.upper(), tensor.cols)
     out = np.empty((tensor.rows, width), np.uint8)
-    row_step = 1 if tensor.matrix is None else tensor.matrix.row_step
-    step = max(row_step, _CHUNK_VALUES // tensor.cols // row_step * row_step)
+    step = max(1, _CHUNK_VALUES // tensor.cols)
     try:
         for start in range(0, tensor.rows, step):
             span = slice(start, min(start + step, tensor.rows))
@@ -164,9 +163,9 @@ def scales_for_engine(
     """
     if kind == "nvfp4":
         return np.array([tensor.factor], np.float32)
-    if kind != "mxfp4_split" or tensor.scales is None:
+    scales = tensor.scales_by_row()
+    if kind != "mxfp4_split" or scales is None:
         return None
-    scales = tensor.scales.reshape(tensor.rows, -1)
     return np.ascontiguousarray(
         _separate_halves(scales, interleaved_heads, rotated=interleaved_rows)
     )
@@ -195,9 +194,8 @@ def _convert_rows(
         return tensor.matrix.blocks(span.start, span.stop)
     if tensor.matrix is not None:
         values = tensor.matrix.f32(span.start, span.stop)
-    elif stored_format == SPLIT_MXFP4 and tensor.scales is not None:
-        exponents = tensor.scales.reshape(tensor.rows, -1)[span]
-        values = mxfp4_values(tensor.bytes_by_row()[span], exponents=exponents)
+    elif (exponents := tensor.scales_by_row()) is not None:
+        values = mxfp4_values(tensor.bytes_by_row()[span], exponents=exponents[span])
     else:
         rows = tensor.bytes_by_row()[span]
         if kind not in ("f32", "bf16") and stored_format in REPACKED:

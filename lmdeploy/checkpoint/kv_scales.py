@@ -6,7 +6,7 @@ A layer has one `k_scale` and one `v_scale`. A stored value is code · scale.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ _NAME = re.compile(r"model\.layers\.([0-9]{1,4})\.self_attn\.(?:attn\.|([kv])_pr
 
 @dataclass(frozen=True)
 class KvScales:
-    """The scale of K and that of V for each layer."""
+    """The scale of K and that of V for each layer. It is 1 for a layer without attention."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]
@@ -43,11 +43,12 @@ class _WithoutScales:
 
 
 def take_kv_scales(
-    file: TensorFile, num_layers: int, *, source: str
+    file: TensorFile, has_attention: Sequence[bool], *, source: str
 ) -> tuple[TensorFile, KvScales | None]:
     """Return the file without its KV scales, and the scales, or None if it has none.
 
-    Raise ModelFormatError for a layer without a scale, and for scales of another shape or value.
+    `has_attention` has an entry for each layer. Raise ModelFormatError for a layer with attention
+    but without a scale, and for scales of another shape or value.
     """
     names: dict[tuple[int, str], str] = {}
     for name in file.names:
@@ -63,10 +64,14 @@ def take_kv_scales(
     if not names:
         return file, None
     sides = [
-        tuple(_scale(file, names, key=(layer, side), source=source) for layer in range(num_layers))
+        tuple(
+            _scale(file, names, key=(layer, side), source=source) if has_scale else 1.0
+            for layer, has_scale in enumerate(has_attention)
+        )
         for side in ("k", "v")
     ]
-    kept = {name for (layer, _), name in names.items() if layer < num_layers}
+    layers = {layer for layer, has_scale in enumerate(has_attention) if has_scale}
+    kept = {name for (layer, _), name in names.items() if layer in layers}
     return _WithoutScales(file, kept), KvScales(*sides)
 
 
@@ -77,7 +82,7 @@ def _scale(
     if key not in names:
         raise ModelFormatError(
             f"{source}: tensor model.layers.{layer}.self_attn.{side}_scale is missing, but "
-            f"{min(names.values())} exists. Every layer must have both KV scales."
+            f"{min(names.values())} exists. Every layer with attention must have both KV scales."
         )
     tensor = file.tensor(names[key], max_dims=4, formats=SCALE_FORMATS)
     if tensor.shape != (1,):

@@ -186,7 +186,7 @@ def plan_tensors(
         tensor = lookup.find(kind, place, layer=layer or 0)
         offset = layout.norm_offset if kind.endswith("_norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
-        mapped = heads == 0 and tensor.rows_of_groups is None and _is_mxfp4(tensor)
+        mapped = heads == 0 and tensor.runs is None and _is_mxfp4(tensor)
         planned = PlannedTensor(
             name, tensor, heads, config.rope.dim, offset, convert=place.convert, mapped=mapped
         )
@@ -332,9 +332,8 @@ class _Lookup:
         else:
             tensor = self._stack(name, shape).item(expert)
         if place.half is not None and place.transposed:
-            self._require_plain(tensor)
             halves = replace(tensor, shape=(2 * count, shape[1] // 2))  # two for each row
-            tensor = halves.take_of_groups(place.half, 1, groups=count)
+            tensor = halves.take(place.half, 1, groups=count)
         elif place.half is not None:
             tensor = tensor.take(place.half * count, count)
         return self._take_part(tensor, place) if place.part else tensor
@@ -349,18 +348,7 @@ class _Lookup:
         }[place.heads]
         rows = [self._shapes[name][0] // groups for name in place.fused]
         index = place.fused.index(place.part)
-        first, count = sum(rows[:index]), rows[index]
-        if not place.heads:
-            return tensor.take(first, count)
-        self._require_plain(tensor)
-        return tensor.take_of_groups(first, count, groups=groups)
-
-    def _require_plain(self, tensor: StoredTensor) -> None:
-        if tensor.matrix is not None or tensor.format == SPLIT_MXFP4:
-            raise ModelFormatError(
-                f"{self._source}: tensor {tensor.name} is quantized. This architecture supports "
-                "only F32, F16 and BF16 weights, or a GGUF file."
-            )
+        return tensor.take(sum(rows[:index]), rows[index], groups=groups)
 
     def ignore(self, name: str) -> None:
         """Allow the file to have this tensor without loading it."""

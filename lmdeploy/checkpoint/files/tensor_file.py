@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -55,10 +56,6 @@ class QuantizedMatrix(Protocol):
         """Return the format of `blocks`: q4_0, q4_1, q8_0 or nvfp4."""
 
     @property
-    def row_step(self) -> int:
-        """Return the number to which row ranges must be aligned."""
-
-    @property
     def parts(self) -> tuple[Bytes, ...]:
         """Return all bytes of the matrix in the file."""
 
@@ -70,37 +67,43 @@ class QuantizedMatrix(Protocol):
 
 
 @dataclass(frozen=True)
-class _SomeRows:
-    """Rows [first, first + count) of a matrix, as a matrix."""
+class RowRuns:
+    """A selection of rows: `count` rows from row `first` on of every `stride` rows."""
 
-    whole: QuantizedMatrix
     first: int
     count: int
+    stride: int
 
-    def __post_init__(self) -> None:
-        if self.first % self.whole.row_step or self.count % self.whole.row_step:
-            raise ModelFormatError(
-                f"A fused matrix is quantized in steps of {self.whole.row_step} rows, which do not "
-                f"divide its part of {self.count} rows from row {self.first} on."
-            )
+    def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of rows of the whole that are rows [begin, end) of the selection."""
+        while begin < end:
+            group, row = divmod(begin, self.count)
+            size = min(self.count - row, end - begin)
+            start = group * self.stride + self.first + row
+            yield start, start + size
+            begin += size
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """A QuantizedMatrix of some rows of another one."""
+
+    whole: QuantizedMatrix
+    runs: RowRuns
 
     @property
     def kind(self) -> str:
         return self.whole.kind
 
     @property
-    def row_step(self) -> int:
-        return self.whole.row_step
-
-    @property
     def parts(self) -> tuple[Bytes, ...]:
         return self.whole.parts
 
     def blocks(self, begin: int, end: int) -> Bytes:
-        return self.whole.blocks(self.first + begin, self.first + end)
+        return np.concatenate([self.whole.blocks(*run) for run in self.runs.ranges(begin, end)])
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
-        return self.whole.f32(self.first + begin, self.first + end)
+        return np.concatenate([self.whole.f32(*run) for run in self.runs.ranges(begin, end)])
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,7 @@ class StoredTensor:
     # A view of the scales of SPLIT_MXFP4, or of the factors of NVFP4 in GGUF.
     scales: Bytes | None = None
     matrix: QuantizedMatrix | None = None  # for a quantization method
-    # (groups, first, count): `raw` has more rows than the tensor, see take_of_groups.
-    rows_of_groups: tuple[int, int, int] | None = None
+    runs: RowRuns | None = None  # the rows of `raw` and `scales` that the tensor has; None: all
     as_stored: bool = False  # the device computes the format as it is
     # NVFP4: one FP32 factor of the values, or one for each item. None means 1.
     factors: npt.NDArray[np.float32] | None = None
@@ -138,8 +140,10 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in the file."""
-        return sum(int(part.size) for part in self.parts)
+        """Return the size in the file. Selected rows have their share of the whole."""
+        size = sum(int(part.size) for part in self.parts)
+        runs = self.matrix.runs if isinstance(self.matrix, SomeRows) else self.runs
+        return size if runs is None else size * runs.count // runs.stride
 
     @property
     def parts(self) -> list[Bytes]:
@@ -158,35 +162,42 @@ class StoredTensor:
         name = f"{self.name}[{index}]"
         return replace(self, name=name, shape=self.shape[1:], raw=raw, factors=factors)
 
-    def take(self, first: int, count: int) -> StoredTensor:
-        """Return `count` rows (or values of a vector) from `first` on."""
-        shape = (count, *self.shape[1:])
-        if self.matrix is not None:
-            return replace(self, shape=shape, matrix=_SomeRows(self.matrix, first, count))
-        size = self.raw.size // self.shape[0]
-        part = replace(self, shape=shape, raw=self.raw[first * size : (first + count) * size])
-        if self.format != SPLIT_MXFP4 or self.scales is None:
-            return part
-        size = self.scales.size // self.shape[0]
-        return replace(part, scales=self.scales[first * size : (first + count) * size])
+    def take(self, first: int, count: int, *, groups: int = 1) -> StoredTensor:
+        """Return `count` rows (or values of a vector) from `first` on of each of `groups`.
 
-    def take_of_groups(self, first: int, count: int, *, groups: int) -> StoredTensor:
-        """Return `count` rows from row `first` of each of `groups` equal runs of rows.
-
-        REQUIRES: no quantization method and no SPLIT_MXFP4.
+        The groups are equal runs of rows. REQUIRES: the tensor has all rows of `raw`.
         """
-        assert self.matrix is None and self.format != SPLIT_MXFP4
-        shape = (groups * count, *self.shape[1:])
-        return replace(self, shape=shape, rows_of_groups=(groups, first, count))
+        assert self.runs is None and self.shape[0] % groups == 0
+        runs = RowRuns(first, count, self.shape[0] // groups)
+        part = replace(self, shape=(groups * count, *self.shape[1:]))
+        if self.matrix is not None:
+            return replace(part, matrix=SomeRows(self.matrix, runs))
+        if groups > 1:
+            return replace(part, runs=runs)
+
+        def view(data: Bytes) -> Bytes:
+            return data.reshape(runs.stride, -1)[first : first + count].reshape(-1)
+
+        scales = self.scales_by_row()
+        return replace(
+            part, raw=view(self.raw), scales=self.scales if scales is None else view(scales)
+        )
 
     def bytes_by_row(self) -> Bytes:
-        """Return the bytes as [rows, bytes of a row]: a view, or a copy of rows of groups."""
-        if self.rows_of_groups is None:
-            return self.raw.reshape(self.rows, -1)
-        groups, first, count = self.rows_of_groups
-        is_vector = len(self.shape) == 1
-        runs = self.raw.reshape(groups, -1, row_bytes(self.format, 1 if is_vector else self.cols))
-        return runs[:, first : first + count].reshape(self.rows, -1)
+        """Return the bytes as [rows, bytes of a row]: a view, or a copy if rows are selected."""
+        return self._by_row(self.raw)
+
+    def scales_by_row(self) -> Bytes | None:
+        """Return the scales of SPLIT_MXFP4 as `bytes_by_row` does, or None for other formats."""
+        if self.format != SPLIT_MXFP4 or self.scales is None:
+            return None
+        return self._by_row(self.scales)
+
+    def _by_row(self, data: Bytes) -> Bytes:
+        if self.runs is not None:
+            groups = data.reshape(self.shape[0] // self.runs.count, self.runs.stride, -1)
+            data = groups[:, self.runs.first : self.runs.first + self.runs.count]
+        return data.reshape(self.rows, -1)
 
 
 class TensorFile(Protocol):

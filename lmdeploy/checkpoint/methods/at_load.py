@@ -33,8 +33,6 @@ class RoundedMatrix:
     transposed: bool
     scale: float
 
-    row_step = 1
-
     @property
     def parts(self) -> tuple[Bytes, ...]:
         """Return all bytes of the matrix in the file."""

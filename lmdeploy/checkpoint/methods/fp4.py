@@ -47,7 +47,6 @@ class Nvfp4Matrix:
     divides: bool
 
     kind = "nvfp4"
-    row_step = 1
 
     @property
     def parts(self) -> tuple[Bytes, ...]:

@@ -58,7 +58,6 @@ class Fp8Matrix:
     scales: StoredTensor  # two dimensions
 
     kind = "q8_0"
-    row_step = 1
 
     @property
     def parts(self) -> tuple[Bytes, ...]:

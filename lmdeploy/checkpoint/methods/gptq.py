@@ -172,8 +172,8 @@ def _layout(quantization: ConfigReader, source: str) -> _Layout:
     group = quantization.integer("group_size", default=128, low=-1)
     if group != -1 and (group == 0 or group % BLOCK):
         raise quantization.refuse(f"group_size is {group}. It must be -1 or a multiple of {BLOCK}.")
-    if quantization.child("dynamic") is not None:
-        raise quantization.refuse("dynamic has rules for single modules. It must be empty.")
+    if (rules := quantization.child("dynamic")) is not None:
+        _check_dynamic(rules)
     if quantization.flag("is_marlin_format", default=False):
         raise quantization.refuse("is_marlin_format is true. It must be false.")
     packing = quantization.text("checkpoint_format", default="gptq")
@@ -188,3 +188,15 @@ def _layout(quantization: ConfigReader, source: str) -> _Layout:
         must_have_order=quantization.flag("desc_act", default=False),
         warn_of_order=OrderWarning(source),
     )
+
+
+def _check_dynamic(rules: ConfigReader) -> None:
+    """Raise ModelFormatError if a rule for single modules has settings of its own.
+
+    A rule that starts with "-:" excludes modules, as the tensors show.
+    """
+    for rule in sorted(rules.keys()):
+        if not rule.startswith("-:") and rules.child(rule) is not None:
+            raise rules.refuse(
+                f"The rule {rule[:40]!r} has settings for single modules. It must have none."
+            )

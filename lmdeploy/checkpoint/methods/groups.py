@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Codes = Callable[[int, int], Bytes]  # of rows [begin, end): [rows, cols]
 PerGroup = Callable[[int, int], Floats]  # of rows [begin, end): [rows, groups]
+_Rows = TypeVar("_Rows", Bytes, Floats)
 
 # The error that FP16 adds to a scale, as a part of the largest scale.
 _SCALE_ERROR = 2.0**-10
@@ -47,7 +49,7 @@ class GroupMatrix:
         scales: reads the scales of rows.
         zeros: reads the zeros of rows. None means that the matrix is symmetric.
         bits: 4, or 8 for a symmetric matrix.
-        row_step: number of rows that share a word in the file.
+        row_step: number of rows of a word in the file; the readers read whole words.
         group_of: the group of each input, if it is not given by the order of the inputs.
     """
 
@@ -68,7 +70,7 @@ class GroupMatrix:
         return "q4_0" if self.zeros is None else "q4_1"
 
     def blocks(self, begin: int, end: int) -> Bytes:
-        """Return rows [begin, end), which start at a multiple of `row_step`, as blocks of `kind`.
+        """Return rows [begin, end) as blocks of `kind`.
 
         Codes stay the same, and so do scales in FP16. A minimum of Q4_1, -zero · scale, is rounded
         to FP16. Shuffled groups are rounded to 8 bits in blocks of 32.
@@ -78,7 +80,7 @@ class GroupMatrix:
         """
         if self.group_of is not None:
             return values_to_q8_0(self.f32(begin, end))
-        codes, scales = self.codes(begin, end), self._checked_scales(begin, end)
+        codes, scales = self._rows(self.codes, (begin, end)), self._checked_scales(begin, end)
         self._check_fp16(scales)
         blocks = codes.reshape(len(codes), -1, BLOCK)
         repeats = blocks.shape[1] // scales.shape[1]
@@ -87,17 +89,17 @@ class GroupMatrix:
             return q8_0_blocks((blocks ^ 0x80).view(np.int8), scales=by_block)
         if self.zeros is None:
             return q4_0_blocks(blocks, scales=by_block)
-        minima = np.repeat(-self.zeros(begin, end) * scales, repeats, axis=1)
+        minima = np.repeat(-self._rows(self.zeros, (begin, end)) * scales, repeats, axis=1)
         return q4_1_blocks(blocks, scales=by_block, minima=minima)
 
     def f32(self, begin: int, end: int) -> Floats:
-        """Return rows [begin, end), which start at a multiple of `row_step`, without rounding.
+        """Return rows [begin, end) without rounding.
 
         Raise ValueError for a scale that is not positive and finite.
         """
-        codes, scales = self.codes(begin, end), self._checked_scales(begin, end)
+        codes, scales = self._rows(self.codes, (begin, end)), self._checked_scales(begin, end)
         middle = np.full((len(codes), 1), 1 << (self.bits - 1), np.float32)
-        zeros = middle if self.zeros is None else self.zeros(begin, end)
+        zeros = middle if self.zeros is None else self._rows(self.zeros, (begin, end))
         if self.group_of is not None:
             if self.zeros is not None:
                 zeros = zeros[:, self.group_of]
@@ -107,9 +109,16 @@ class GroupMatrix:
         return values.reshape(codes.shape)
 
     def _checked_scales(self, begin: int, end: int) -> Floats:
-        scales = self.scales(begin, end)
+        scales = self._rows(self.scales, (begin, end))
         check_scales(scales)
         return scales
+
+    def _rows(self, read: Callable[[int, int], _Rows], span: tuple[int, int]) -> _Rows:
+        """Return the rows of `span`, for which `read` reads whole words."""
+        begin, end = span
+        first = begin - begin % self.row_step
+        last = min(end + -end % self.row_step, self.rows)
+        return read(first, last)[begin - first : end - first]
 
     def _check_fp16(self, scales: Floats) -> None:
         """Raise ValueError if FP16 changes scales by more than rounding would.

@@ -13,9 +13,10 @@ import pytest
 import torch
 from engine_runs import EngineRun
 from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
-from quantized_folders import Stored, pack_words, quantize_groups, save_quantized
+from quantized_folders import Stored, check_hybrid, pack_words, quantize_groups, save_quantized
 from reference.weights import AWQ_ORDER, read_awq
 from safetensors.numpy import load_file, save_file
+from tiny_families import HYBRID_MODELS
 from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
@@ -69,6 +70,30 @@ def test_awq_logits_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
         error = relative_error(run.logits(ids), reference_logits(model, ids))
     print(f"{tiny.name}: relative error {error:.2e}")
     assert error <= MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("tiny", HYBRID_MODELS, ids=lambda tiny: tiny.name)
+def test_awq_hybrid_logits_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
+    check_hybrid(tiny, tmp_path, quantize, quantization=CONFIG)
+
+
+def test_awq_hybrid_with_other_rows_is_rejected(tmp_path: Path) -> None:
+    save_quantized(HYBRID_MODELS[1], tmp_path, quantize, quantization=CONFIG)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    base = "model.layers.1.self_attn.q_proj."
+    for cuts, text in (
+        ({"scales": 8}, r"q_proj\.scales has shape \[2, 504\]\. It must be \[2, 512\]"),
+        ({"qzeros": 8}, r"q_proj\.qzeros has shape \[2, 56\]\. It must be \[2, 64\]"),
+        (
+            {"qweight": 8, "qzeros": 8, "scales": 64},
+            r"q_proj\.weight has shape \[448, 64\]\. By the config it must be \[512, 64\]",
+        ),
+    ):
+        cut = {base + part: whole[base + part][:, :-count].copy() for part, count in cuts.items()}
+        save_file({**whole, **cut}, path)
+        with pytest.raises(ModelFormatError, match=text):
+            open_checkpoint(tmp_path)
 
 
 def test_matrix_for_engine_awq_becomes_q4_1(qwen2: Path) -> None:

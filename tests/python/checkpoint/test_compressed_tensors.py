@@ -15,9 +15,17 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from engine_runs import EngineRun
 from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
-from quantized_folders import Stored, change_config, change_tensors, quantize_groups, save_quantized
+from quantized_folders import (
+    Stored,
+    change_config,
+    change_tensors,
+    check_hybrid,
+    quantize_groups,
+    save_quantized,
+)
 from reference.weights import read_fp8, read_int8, read_packed
 from safetensors.torch import load_file
+from tiny_families import HYBRID_MODELS
 from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
@@ -196,6 +204,13 @@ def test_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Path) -
         error = relative_error(run.logits(ids), reference_logits(model, ids))
     print(f"{tiny.name} {name}: relative error {error:.2e}")
     assert error <= MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tiny", HYBRID_MODELS, ids=lambda tiny: tiny.name)
+def test_hybrid_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    check_hybrid(tiny, tmp_path, variant.quantize, quantization=variant.config)
 
 
 def test_several_groups_and_ignored_modules(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from quantized_folders import Stored, pack_words, quantize_groups, save_quantized
-from tiny_models import TinyModel
+from tiny_families import HYBRID_MODELS
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.convert import (
@@ -26,7 +26,10 @@ from lmdeploy.checkpoint.convert import (
 from lmdeploy.checkpoint.methods.awq import awq_parts
 from lmdeploy.checkpoint.open import open_checkpoint
 
-TINY = TinyModel("tiny", "Llama", {"num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16})
+TINY = replace(
+    HYBRID_MODELS[0],
+    settings={**HYBRID_MODELS[0].settings, "intermediate_size": 64, "head_dim": 16},
+)
 FOLDERS_PER_METHOD = 500
 GROUP = 32
 
@@ -129,7 +132,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
 }
 SCALES = {
-    f"model.layers.0.self_attn.{side}_scale": torch.full((1,), 0.5, dtype=torch.float32)
+    f"model.layers.1.self_attn.{side}_scale": torch.full((1,), 0.5, dtype=torch.float32)
     for side in "kv"
 }
 STRANGE = (None, True, -1, 0, 3, 1 << 40, 0.5, "x", "gptq_v2", [], [0], {}, {"a": 1})
@@ -177,8 +180,8 @@ def load(folder: Path) -> None:
     """Open the folder and convert all of it, as served and in FP32."""
     for planned in open_checkpoint(folder).tensors:
         tensor = planned.tensor
-        if len(tensor.shape) == 1:
-            assert vector_for_engine(tensor).shape == tensor.shape
+        if planned.is_vector:
+            assert vector_for_engine(tensor, convert=planned.convert).size == tensor.raw.size // 4
             continue
         assert matrix_for_engine(tensor, exact=True)[1].shape[0] == tensor.rows
         check_exponents(tensor)
@@ -188,7 +191,8 @@ def load(folder: Path) -> None:
         assert size == engine_bytes(planned, exact=False)
         if tensor.format == "NVFP4":
             kept = replace(tensor, as_stored=True)
-            assert matrix_for_engine(kept, exact=False)[1].nbytes == tensor.raw.size * 9 // 8
+            size = tensor.rows * tensor.cols * 9 // 16
+            assert matrix_for_engine(kept, exact=False)[1].nbytes == size
 
 
 @pytest.mark.parametrize("method", METHODS)

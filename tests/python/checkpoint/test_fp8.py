@@ -14,9 +14,16 @@ import pytest
 import torch
 from engine_runs import EngineRun
 from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
-from quantized_folders import Stored, change_config, change_tensors, save_quantized
+from quantized_folders import (
+    Stored,
+    change_config,
+    change_tensors,
+    check_hybrid,
+    save_quantized,
+)
 from reference.weights import read_fp8
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tiny_families import HYBRID_MODELS, HYBRID_MOE
 from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
@@ -156,6 +163,89 @@ def test_fp8_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Pat
         error = relative_error(run.logits(ids), reference_logits(model, ids))
     print(f"{tiny.name} {name}: relative error {error:.2e}")
     assert error <= MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tiny", HYBRID_MODELS, ids=lambda tiny: tiny.name)
+def test_hybrid_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    check_hybrid(tiny, tmp_path, variant.quantize, quantization=variant.config)
+
+
+def test_published_folders_have_vision_and_prediction_beside_the_text(tmp_path: Path) -> None:
+    variant = VARIANTS["blocks-bf16"]
+
+    def quantize(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        if weight.shape == (8, 64):  # in_proj_a and in_proj_b
+            return {"weight": torch.from_numpy(weight)}, weight
+        return variant.quantize(weight)
+
+    kept = [f"model.language_model.layers.0.linear_attn.{name}" for name in ("in_proj_a", "conv1d")]
+    config = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.visual", *kept]}
+    model = save_quantized(HYBRID_MOE, tmp_path, quantize, quantization=config)
+    stored = {
+        name.replace("model.", "model.language_model.", 1): data
+        for name, data in load_file(tmp_path / "model.safetensors").items()
+    }
+    others, _ = variant.quantize(np.ones((48, 40), np.float32))  # 40 is no multiple of 32
+    for base in ("model.visual.blocks.0.attn.qkv.", "mtp.layers.0.self_attn.q_proj."):
+        stored |= {base + part: data.clone() for part, data in others.items()}
+    stored["mtp.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+    save_file(stored, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    del text["quantization_config"]
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    outer = {"architectures": [architecture], "text_config": text, "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    ids = prompt(80)
+    with EngineRun(str(tmp_path), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+    assert error <= MAX_RELATIVE_ERROR
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_fp8(HYBRID_MODELS[1], folder, VARIANTS["blocks"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "text"),
+    [
+        (
+            "self_attn.q_proj.weight_scale_inv",
+            -1,
+            r"q_proj\.weight_scale_inv has shape \[10, 2\]\. It must be \[11, 2\] for blocks of 48",
+        ),
+        (
+            "self_attn.q_proj.weight",
+            -1,
+            r"q_proj\.weight has shape \[511, 64\]\. By the config it must be \[512, 64\]",
+        ),
+        (
+            "linear_attn.in_proj_qkvz.weight",
+            -4,
+            r"in_proj_qkvz\.weight has shape \[444, 64\]\. By the config it must be \[448, 64\]",
+        ),
+        (
+            "linear_attn.in_proj_ba.weight",
+            -1,
+            r"in_proj_ba\.weight has shape \[15, 64\]\. By the config it must be \[16, 64\]",
+        ),
+    ],
+)
+def test_a_stored_matrix_with_other_rows_is_rejected(
+    hybrid: Path, tmp_path: Path, name: str, rows: int, text: str
+) -> None:
+    layer = 0 if name.startswith("linear_attn") else 1
+
+    def cut(stored: Stored) -> None:
+        stored[f"model.layers.{layer}.{name}"] = stored[f"model.layers.{layer}.{name}"][:rows]
+
+    with pytest.raises(ModelFormatError, match=text) as caught:
+        open_checkpoint(change_tensors(hybrid, tmp_path, cut))
+    assert "\n" not in str(caught.value)
 
 
 def test_hash_model_covers_scales_and_blocks(blocks: Path, tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from quantized_folders import (
     Stored,
     change_config,
     change_tensors,
+    check_hybrid,
     pack_words,
     quantize_groups,
     save_quantized,
 )
 from reference.weights import read_gptq
 from safetensors.torch import load_file
+from tiny_families import HYBRID_MODELS
 from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
@@ -155,6 +157,13 @@ def test_gptq_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Pa
     assert error <= MAX_RELATIVE_ERROR
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tiny", HYBRID_MODELS, ids=lambda tiny: tiny.name)
+def test_hybrid_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    check_hybrid(tiny, tmp_path, variant.quantize, quantization=variant.config)
+
+
 def test_gptq_zeros_have_another_meaning_in_the_second_version(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     save_gptq(LLAMA, tmp_path / "v1", VARIANTS["zeros"])
@@ -254,6 +263,19 @@ def test_a_group_with_a_tiny_scale_is_accepted(symmetric: Path, tmp_path: Path) 
     assert matrix_for_engine(planned.tensor, exact=False)[0] == "q4_0"
 
 
+def test_rules_that_only_exclude_modules_are_accepted(tmp_path: Path) -> None:
+    variant = VARIANTS["symmetric"]
+
+    def quantize(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        if weight.shape in ((160, 64), (64, 160)):  # of the MLP
+            return variant.quantize(weight)
+        return {"weight": torch.from_numpy(weight)}, weight
+
+    rules = {"lm_head": {}, "-:.*attn.*": {}, "-:.*visual.*": True, "-:.*mtp.*": {"bits": 8}}
+    config = {**variant.config, "dynamic": rules}
+    check_hybrid(HYBRID_MODELS[0], tmp_path, quantize, quantization=config)
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -262,7 +284,11 @@ def test_a_group_with_a_tiny_scale_is_accepted(symmetric: Path, tmp_path: Path) 
         ({"bits": 8}, r"must be a multiple of|qzeros has shape"),
         ({"group_size": 48}, "group_size is 48. It must be -1 or a multiple of 32"),
         ({"group_size": 0}, "group_size is 0"),
-        ({"dynamic": {"+:.*": {"bits": 8}}}, "dynamic has rules for single modules"),
+        (
+            {"dynamic": {"-:.*attn.*": {"bits": 8}, "+:.*up.*": {"bits": 8}}},
+            r"dynamic: The rule '\+:\.\*up\.\*' has settings for single modules",
+        ),
+        ({"dynamic": {"lm_head": 8}}, r"dynamic: lm_head is '8'\. It must be an object"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'. It must be gptq or"),
         ({"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas'"),
         ({"is_marlin_format": True}, "is_marlin_format is true. It must be false"),

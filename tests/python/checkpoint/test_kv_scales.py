@@ -17,6 +17,7 @@ from quantized_folders import (
     quantize_groups,
     save_quantized,
 )
+from tiny_families import HYBRID_MODELS
 from tiny_models import TINY_MODELS
 
 from lmdeploy import TurbomindEngineConfig, _turbomind
@@ -196,6 +197,28 @@ def test_fp8_cache_stores_values_by_the_scales(good: Path, tmp_path: Path) -> No
 
     assert divergence(good) < 0.05
     assert divergence(change_tensors(good, tmp_path, shrink)) > 0.5
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder whose second layer is the only one with attention."""
+    extra = {name: data for name, data in scales("modelopt").items() if "layers.1." in name}
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_quantized(HYBRID_MODELS[0], folder, quantize, quantization=FP8, extra=extra)
+    return folder
+
+
+def test_recurrent_layers_have_no_scales(hybrid: Path, tmp_path: Path) -> None:
+    expected = KvScales((1.0, K[1]), (1.0, V[1]))
+    assert open_checkpoint(hybrid).kv_scales == expected
+    _, _, kv = plan(hybrid, quant_policy="fp8")
+    assert "scales of the checkpoint" in kv.quality_text
+
+    def add(stored: Stored) -> None:
+        stored["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+
+    with pytest.raises(ModelFormatError, match="1 of the tensors are KV scales"):
+        open_checkpoint(change_tensors(hybrid, tmp_path, add))
 
 
 FIRST = "model.layers.0.self_attn.k_scale"

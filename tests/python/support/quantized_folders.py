@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from engine_runs import EngineRun
+from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, make_model, save_model
+
+from lmdeploy.checkpoint.convert import matrix_for_engine, scales_for_engine
+from lmdeploy.checkpoint.files.tensor_file import SomeRows, StoredTensor
+from lmdeploy.checkpoint.open import open_checkpoint
 
 Stored = dict[str, torch.Tensor]
 # Returns the tensors of a matrix by suffix, and the values that they represent.
 Quantize = Callable[[np.ndarray], tuple[Stored, np.ndarray]]
+_QUANTIZED = re.compile(r".*\.layers\..*proj(_[a-z]+)?\.weight")
+# An error of a wrong order of rows is far above MAX_RELATIVE_ERROR.
+MIN_ERROR_OF_FAULT = 0.01
 
 
 def save_quantized(
@@ -34,7 +45,7 @@ def save_quantized(
     path = folder / "model.safetensors"
     stored = {name: data.clone() for name, data in load_file(path).items()}  # written again below
     values: Stored = {}
-    for name in [n for n in stored if n.endswith("proj.weight") and ".layers." in n]:
+    for name in filter(_QUANTIZED.fullmatch, list(stored)):
         parts, dequantized = quantize(stored.pop(name).numpy())
         values[name] = torch.from_numpy(np.ascontiguousarray(dequantized, np.float32))
         base = name.removesuffix("weight")
@@ -43,6 +54,47 @@ def save_quantized(
     change_config(folder, quantization_config=quantization)
     _fill(model, values)
     return model
+
+
+def check_hybrid(
+    tiny: TinyModel, folder: Path, quantize: Quantize, *, quantization: dict[str, Any]
+) -> None:
+    """Check the logits of a hybrid model, and that they differ if q and its gate are swapped.
+
+    The rows that the engine packs are also those of the whole matrix.
+    """
+    model, ids = save_quantized(tiny, folder, quantize, quantization=quantization), prompt(80)
+    with EngineRun(str(folder), exact=True) as run:
+        logits = run.logits(ids)
+    tensors = open_checkpoint(folder).tensors
+    total = sum(planned.tensor.num_bytes for planned in tensors)
+    assert 0.7 < total / (folder / "model.safetensors").stat().st_size < 1
+    for planned in tensors:
+        if planned.name.endswith("attention_gate"):
+            _check_rows(planned.tensor, model.config.num_attention_heads)
+    error = relative_error(logits, reference_logits(model, ids))
+    print(f"{tiny.name}: relative error {error:.2e}")
+    assert error <= MAX_RELATIVE_ERROR
+    with torch.no_grad():
+        for name, matrix in model.named_parameters():
+            if name.endswith("q_proj.weight"):
+                halves = matrix.reshape(model.config.num_attention_heads, 2, -1)
+                matrix.copy_(halves.flip(1).reshape(matrix.shape))
+    assert relative_error(logits, reference_logits(model, ids)) > MIN_ERROR_OF_FAULT
+
+
+def _check_rows(gate: StoredTensor, heads: int) -> None:
+    matrix = gate.matrix.whole if isinstance(gate.matrix, SomeRows) else None
+    assert (matrix is None) == (gate.runs is not None)
+    whole = replace(gate, shape=(2 * gate.rows, gate.cols), matrix=matrix, runs=None)
+    for exact in (True, False):
+        kind, part = matrix_for_engine(gate, exact=exact)
+        sides = [(part, matrix_for_engine(whole, exact=exact)[1])]
+        if kind == "mxfp4_split":
+            sides.append((scales_for_engine(gate, kind), scales_for_engine(whole, kind)))
+        for got, stored in sides:
+            rows = stored.reshape(heads, 2, len(got) // heads, -1)[:, 1]
+            np.testing.assert_array_equal(got, rows.reshape(got.shape))
 
 
 def change_config(folder: Path, **values: Any) -> None:

@@ -72,6 +72,28 @@ _SHARED_EXPERT = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 64,
 }
+# Models whose stored matrices have the rows of several tensors, in widths that every quantization
+# method accepts. The rows of a head begin within the blocks and words of the methods.
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 48,
+    "linear_value_head_dim": 16,
+}
+_HYBRID_EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+HYBRID_MOE = TinyModel(
+    "qwen3-5-moe", "Qwen3_5Moe", {**_HYBRID, **_HYBRID_EXPERTS}, config="Qwen3_5MoeText"
+)
+HYBRID_MODELS = (
+    TinyModel("qwen3-5", "Qwen3_5", _HYBRID, config="Qwen3_5Text"),
+    TinyModel("qwen3-next", "Qwen3Next", {**_HYBRID, **_HYBRID_EXPERTS}),
+)
 
 _MINISTRAL3 = {
     "rope_type": "yarn",
