@@ -76,6 +76,7 @@ class MoeConfig(_Fields):
     num_experts: int  # 0: a dense model
     top_k: int
     intermediate_size: int  # of one expert
+    latent_size: int  # inputs and outputs of routed experts; 0: hidden_size
     shared_intermediate_size: int  # 0: no shared expert
     normalize: bool  # normalize a token's weights to a sum of 1
     sigmoid: bool  # scores are sigmoids, not a softmax
@@ -224,6 +225,7 @@ class MemoryPlan(_Fields):
     state_bytes_per_sequence: int  # of recurrent layers; 0 without them
     num_checkpoints: int
     checkpoint_bytes: int
+    checkpoint_format: str  # f32, bf16, int8
     checkpoint_interval: int  # blocks; 0: none divide a prompt
 
 class DeviceCapability:

@@ -172,8 +172,11 @@ def test_dry_run_shows_states_and_checkpoints(folder: str) -> None:
         return found
 
     assert re.search(
-        r"[\d.]+ MiB per sequence; [\d,]+ checkpoints \([\d,.]+ MiB\), every 8 blocks", line()
+        r"[\d.]+ MiB per sequence; [\d,]+ checkpoints in bf16 \([\d,.]+ MiB\), every 8 blocks",
+        line(),
     )
+    assert "checkpoints in f32" in line(deterministic=True)
+    assert "checkpoints in int8" in line(state_checkpoint_format="int8", deterministic=True)
     assert "every 3 blocks" in line(state_checkpoint_interval=3)
     assert "every" not in line(state_checkpoint_interval=-1)
     assert "; 0 checkpoints" in line(state_checkpoint_share=0.0)
