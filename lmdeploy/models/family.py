@@ -330,3 +330,8 @@ class ModelFamily:
     branches: BranchRule = all_branches
     hf_scales: ScaleRule = no_scales  # of stored values
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
+
+    def completed(self, config: ConfigReader) -> ConfigReader:
+        """Return a config.json with the values that it lacks."""
+        config = config.with_defaults(self.hf_defaults)
+        return config.with_defaults(self.hf_derived(config))
