@@ -73,6 +73,10 @@ def _pattern(config: ConfigReader) -> str:
 def _gguf_pattern(config: ConfigReader) -> str:
     attention = config.flags("attention_layers")
     feeds = config.flags("feed_forward_layers")
+    if len(feeds) != len(attention):
+        raise config.refuse(
+            f"{config.name('intermediate_size')} is one number. It must be one for each layer."
+        )
     kind = _EXPERTS if config.integer("n_routed_experts", default=0, low=0) else _DENSE
     return "".join(
         _ATTENTION if attends else kind if feed else _MAMBA
