@@ -227,7 +227,7 @@ void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& 
   }
   ColumnSums sums;
   for (int j = 0; j < p.key_dim; j += kRows) {
-    ForGroups(
+    ForGroups<kGroup>(
         columns, [&](auto index, int column) __attribute__((always_inline)) {
           constexpr int N = decltype(index)::value;
           Products<N> products = sums.Get<N>(column);
@@ -235,7 +235,7 @@ void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& 
           sums.Set<N>(column, products);
         });
   }
-  ForGroups(
+  ForGroups<kGroup>(
       columns, [&](auto index, int column) __attribute__((always_inline)) {
         constexpr int N = decltype(index)::value;
         const int at = run.begin + column;
@@ -247,7 +247,7 @@ void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& 
       });
   float* save = Saves(head, step).After(1);
   for (int j = 0; j < p.key_dim; ++j) {
-    ForGroups(
+    ForGroups<kGroup>(
         columns, [&](auto index, int column) __attribute__((always_inline)) {
           constexpr int N = decltype(index)::value;
           const int64_t at = j * stride + column;
@@ -275,7 +275,7 @@ void GatedDeltaRun(const GatedDeltaParams& params, const SequenceStep& step, con
     RunToken(head, step, run);
     return;
   }
-  ForGroups(run.end - run.begin, [&](auto index, int column) {
+  ForGroups<kGroup>(run.end - run.begin, [&](auto index, int column) {
     RunTokens<decltype(index)::value>(head, step, run.begin + column);
   });
 }
