@@ -11,8 +11,6 @@
 namespace turbomind::TM_ISA {
 namespace {
 
-// Vectors of columns of a single token: more, so that they lie beside each other in the pool.
-constexpr int kWideGroup = 2 * kGroup;
 constexpr float kZeros[kWideGroup * kLanes] = {};
 
 // Rows of 16 N columns of a state.

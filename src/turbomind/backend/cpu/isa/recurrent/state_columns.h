@@ -17,6 +17,10 @@ inline constexpr int kGroup = 4;
 inline constexpr int kGroup = 2;
 #endif
 
+// Of a step of one token, which reads the state from the pool: more of a row lies together. On
+// AVX2, twice as many are slower than these.
+inline constexpr int kWideGroup = 2 * kGroup;
+
 // Calls fn(Index<M>(), column) for groups of 16 M of `columns` columns: M is N as long as there are
 // so many, then less.
 template <int N, class F>
