@@ -30,6 +30,7 @@ TEXT_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {
         "qwen2": "Qwen2ForCausalLM",
     },
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "Lfm2VlForConditionalGeneration": {"lfm2": "Lfm2ForCausalLM"},
 }
 # Keys of the whole model that hold for its text part unless that has its own.
 _SHARED_KEYS = (
