@@ -39,8 +39,8 @@ struct StatePair {
 
 // Convolves every channel with the last `kernel` inputs of its sequence, its own included:
 //   in[t, c] = x[t, c] * in_gate[t, c]
-//   out[t, c] = f(sum over j of weight[j, c] * in[t - (kernel - 1) + j, c] + bias[c]) * out_gate[t,
-//   c]
+//   sum[t, c] = bias[c] + sum over j of weight[j, c] * in[t - (kernel - 1) + j, c]
+//   out[t, c] = f(sum[t, c]) * out_gate[t, c]
 // where f is SiLU, or the identity. Inputs before the first position are zero. `out` must not
 // overlap what is read. The state holds the last kernel - 1 of `in`, the oldest first.
 struct ShortConvolutionParams {
