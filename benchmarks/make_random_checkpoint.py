@@ -89,7 +89,7 @@ def make_model(name: str, *, layers: int | None, seed: int) -> Model:
     reader = ConfigReader(config, name)
     architecture = (reader.texts("architectures") or [""])[0]
     family = family_of_hf(architecture, name)
-    reader = reader.with_defaults(family.hf_defaults)
+    reader = family.completed(reader)
     decoder = read_decoder(reader, family)
     tokenizer = RandomTokenizer.of(architecture, decoder.vocab_size)
     if has_mxfp4(family):

@@ -76,6 +76,7 @@ class MoeConfig(_Fields):
     num_experts: int  # 0: a dense model
     top_k: int
     intermediate_size: int  # of one expert
+    latent_size: int  # inputs and outputs of routed experts; 0: hidden_size
     shared_intermediate_size: int  # 0: no shared expert
     normalize: bool  # normalize a token's weights to a sum of 1
     sigmoid: bool  # scores are sigmoids, not a softmax
@@ -95,12 +96,16 @@ class NormConfig(_Fields):
     qk_unit: bool
 
 class RecurrentConfig(_Fields):
-    layers: list[int]  # per layer; 1: recurrent, 0: attention; empty: no recurrent layer
+    rule: str  # gated_delta, selective_scan, short_convolution
+    layers: list[int]  # per layer; 1: recurrent; empty: no recurrent layer
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
+    width: int  # channels of short_convolution, which has no heads
     kernel: int  # of the convolution
+    norm_groups: int  # parts of the output that are normalized; 0: there is no norm
+    gate_first: bool  # the gate precedes the norm
     tiled: bool  # value head h reads key head h % num_key_heads
 
 class QueryScaling(_Fields):
@@ -128,6 +133,8 @@ class ModelConfig(_Fields):
     gated: bool
     attention_gate: bool  # attention is multiplied by the sigmoid of a projection of its input
     recurrent: RecurrentConfig
+    attention_layers: list[int]  # per layer, 1: it has attention; empty: if it is not recurrent
+    feed_forward_layers: list[int]  # per layer, 1: it has a feed-forward; empty: all
     norm: NormConfig
     query_scaling: QueryScaling
     query_scaling_without_rope: bool
@@ -192,6 +199,9 @@ class EngineConfig:
     cache_block_seq_len: int
     cache_max_entry_count: float
     enable_prefix_caching: bool
+    state_checkpoint_share: float
+    state_checkpoint_interval: int
+    state_checkpoint_format: str  # f32, bf16, int8
     num_draft_tokens: int  # 0: no speculation
     prefix_events: PrefixEvents | None  # receives the changes of the prefix cache
     check_integrity: bool
@@ -223,6 +233,7 @@ class MemoryPlan(_Fields):
     state_bytes_per_sequence: int  # of recurrent layers; 0 without them
     num_checkpoints: int
     checkpoint_bytes: int
+    checkpoint_format: str  # f32, bf16, int8
     checkpoint_interval: int  # blocks; 0: none divide a prompt
 
 class DeviceCapability:

@@ -93,8 +93,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
         architectures = reader.texts("architectures")
     family = family_of_hf(architectures[0], source)
     quantization = _method_config(reader, family)
-    reader = reader.with_defaults(family.hf_defaults)
-    reader = reader.with_defaults(family.hf_derived(reader))
+    reader = family.completed(reader)
     reader.require(family.hf_fixed)
     config = read_decoder(reader, family)
     usual = {kind: as_location(name).name for kind, name in family.hf_tensors.items()}

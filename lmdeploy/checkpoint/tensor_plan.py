@@ -453,13 +453,16 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.moe is not None:
         width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
+        outer = config.moe.latent_size or hidden
         shapes |= {
+            "latent_down": (outer, hidden),
+            "latent_up": (hidden, outer),
             "router": (config.moe.num_experts, hidden),
             "router.score_bias": (config.moe.num_experts,),
-            "experts.gate": (width, hidden),
-            "experts.up": (width, hidden),
-            "experts.gate_up": (2 * width, hidden),
-            "experts.down": (hidden, width),
+            "experts.gate": (width, outer),
+            "experts.up": (width, outer),
+            "experts.gate_up": (2 * width, outer),
+            "experts.down": (outer, width),
             "shared.gate": (shared, hidden),
             "shared.up": (shared, hidden),
             "shared.down": (hidden, shared),

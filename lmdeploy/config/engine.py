@@ -129,9 +129,9 @@ class TurbomindEngineConfig:
         state_checkpoint_interval: blocks between the checkpoints that divide a prompt (default: 0,
             at least 8, and few enough for a quarter of the checkpoints); -1 makes none. Close ones
             help prompts that change an early turn, and take the place of others.
-        state_checkpoint_format: format of these checkpoints: f32, bf16 or int8 (default: auto, which
-            is f32 if deterministic or exact, else bf16). With f32, a hit changes no bit of an
-            answer; the others hold about two and three times as many checkpoints.
+        state_checkpoint_format: format of these checkpoints: f32, bf16 or int8 (default: auto, f32
+            if deterministic or exact, else bf16). With f32, a hit changes no bit of an answer; in
+            the same memory, the others hold about two and three times as many checkpoints.
         speculative_algorithm: how to draft the next tokens, of which one step checks several
             (default: draft_model with a draft model, else ngram on CPU and none on CUDA). ngram
             copies earlier text; the answer does not change, whichever is used.
@@ -239,9 +239,9 @@ class TurbomindEngineConfig:
     ] = True
     state_checkpoint_share: Annotated[float, Option(low=0, high=0.9, to_core=True)] = 0.5
     state_checkpoint_interval: Annotated[int, Option(low=-1, high=100_000, to_core=True)] = 0
-    state_checkpoint_format: Annotated[
-        str, Option(choices=STATE_FORMATS, affects_kv="value")
-    ] = "auto"
+    state_checkpoint_format: Annotated[str, Option(choices=STATE_FORMATS, affects_kv="value")] = (
+        "auto"
+    )
     speculative_algorithm: Annotated[str | None, Option(choices=SPECULATIVE_ALGORITHMS)] = None
     speculative_draft_model: Annotated[str | None, Option(metavar="MODEL")] = None
     speculative_num_draft_tokens: Annotated[

@@ -275,9 +275,10 @@ def state_line(plan: _turbomind.MemoryPlan) -> str:
         if plan.checkpoint_interval
         else ""
     )
+    checkpoints = f"{plan.num_checkpoints:,} checkpoints in {plan.checkpoint_format}"
     return (
-        f"recurrent layers: {size / 2**20:,.1f} MiB per sequence; {plan.num_checkpoints:,} "
-        f"checkpoints ({plan.checkpoint_bytes / 2**20:,.1f} MiB){interval}"
+        f"recurrent layers: {size / 2**20:,.1f} MiB per sequence; {checkpoints} "
+        f"({plan.checkpoint_bytes / 2**20:,.1f} MiB){interval}"
     )
 
 

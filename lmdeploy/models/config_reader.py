@@ -188,9 +188,10 @@ class MetadataReader(ConfigReader):
 
     def _per_layer(self, key: str) -> list[Any]:
         value = list(self._values[key])
-        layers = self._values.get(f"{self._values.get('general.architecture')}.block_count")
-        if not value or len(value) != layers:
-            raise self.refuse(f"{key} has {len(value)} values. It must have one for each layer.")
+        count = f"{self._values.get('general.architecture')}.block_count"
+        if not value or len(value) != self._values.get(count):
+            layers = str(self._values.get(count))[:80]
+            raise self.refuse(f"{key} has {len(value)} values, but {count} is {layers}.")
         return value
 
     def _single(self, key: str, default: Any) -> Any:

@@ -45,6 +45,7 @@ class MoeSettings:
     top_k: int
     intermediate_size: int  # of one expert
     shared_intermediate_size: int = 0  # 0 if there is no shared expert
+    latent_size: int = 0  # inputs and outputs of the routed experts; 0 for hidden_size
     normalize: bool = True  # the top_k weights of a token sum to 1
     sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
     shared_gate: bool = True  # a router weighs the shared expert

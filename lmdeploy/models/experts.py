@@ -43,7 +43,7 @@ class TensorLocation:
 
 
 # Engine name → location, for one layer. `experts.*` exist once per expert, the others once per
-# layer: router, router.bias, experts.{gate, up, gate_up, down}[.bias],
+# layer: router, router.bias, latent_{down,up}, experts.{gate, up, gate_up, down}[.bias],
 # shared.{gate, up, down, router}.
 ExpertTensors = Mapping[str, TensorLocation]
 MoeRule = Callable[[ConfigReader, int], MoeSettings | None]

@@ -238,6 +238,9 @@ def layers_of_types(
     """
     if config.has("attention_layers"):
         return tuple(not attends for attends in config.flags("attention_layers"))
+    key = "num_key_value_heads"
+    if config.name(key) != key:  # a GGUF file
+        raise config.refuse(f"{config.name(key)} is one number. It must be one for each layer.")
     named = config.texts("layer_types")
     if len(named) != num_layers:
         raise config.refuse(f"layer_types has {len(named)} entries. It must have {num_layers}.")
@@ -330,3 +333,8 @@ class ModelFamily:
     branches: BranchRule = all_branches
     hf_scales: ScaleRule = no_scales  # of stored values
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
+
+    def completed(self, config: ConfigReader) -> ConfigReader:
+        """Return a config.json with the values that it lacks."""
+        config = config.with_defaults(self.hf_defaults)
+        return config.with_defaults(self.hf_derived(config))

@@ -126,6 +126,7 @@ def translate_metadata(
     layers = reader.integer("num_hidden_layers")
     layers -= metadata.integer(f"{prefix}.nextn_predict_layers", default=0, low=0, high=layers - 1)
     values["num_hidden_layers"] = layers
+    values |= {key: values[key][:layers] for key in _BRANCHES.values() if key in values}
     names["recurrent_layers"] = key = f"{prefix}.attention.recurrent_layers"
     if metadata.is_list(key):
         values["recurrent_layers"] = metadata.flags(key)[:layers]

@@ -73,6 +73,10 @@ def _pattern(config: ConfigReader) -> str:
 def _gguf_pattern(config: ConfigReader) -> str:
     attention = config.flags("attention_layers")
     feeds = config.flags("feed_forward_layers")
+    if len(feeds) != len(attention):
+        raise config.refuse(
+            f"{config.name('intermediate_size')} is one number. It must be one for each layer."
+        )
     kind = _EXPERTS if config.integer("n_routed_experts", default=0, low=0) else _DENSE
     return "".join(
         _ATTENTION if attends else kind if feed else _MAMBA
@@ -104,11 +108,9 @@ def _experts(config: ConfigReader, num_layers: int) -> MoeSettings | None:
     layers = _layers(config, num_layers, _EXPERTS)
     if not any(layers):
         return None
+    latent = 0
     if config.has("moe_latent_size"):
-        raise config.refuse(
-            f"{config.name('moe_latent_size')} is {config.any_text('moe_latent_size')}. Experts of "
-            "a latent size are not built."
-        )
+        latent = config.integer("moe_latent_size", high=MAX_WIDTH)
     return MoeSettings(
         num_experts=config.integer("n_routed_experts", high=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok"),
@@ -116,6 +118,7 @@ def _experts(config: ConfigReader, num_layers: int) -> MoeSettings | None:
         shared_intermediate_size=config.integer(
             "moe_shared_expert_intermediate_size", default=0, low=0, high=MAX_WIDTH
         ),
+        latent_size=latent,
         normalize=config.flag("norm_topk_prob", default=True),
         sigmoid=True,
         shared_gate=False,
@@ -154,11 +157,20 @@ _GGUF_EXPERTS: ExpertTensors = {
     for kind, place in {**GGUF_EXPERTS, **GGUF_SCORE_BIAS, **GGUF_SHARED}.items()
     if not kind.endswith(".gate")
 }
+# Nemotron 3 Super and Ultra
+_HF_LATENT: ExpertTensors = {
+    "latent_down": TensorLocation(f"{_MIXER}.fc1_latent_proj.weight"),
+    "latent_up": TensorLocation(f"{_MIXER}.fc2_latent_proj.weight"),
+}
+_GGUF_LATENT: ExpertTensors = {
+    "latent_down": TensorLocation("blk.{i}.ffn_latent_down.weight"),
+    "latent_up": TensorLocation("blk.{i}.ffn_latent_up.weight"),
+}
 _STRUCTURE = Structure(gated=False)
 
 FAMILY = ModelFamily(
     name="nemotron_h",
-    models="Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano",
+    models="Nemotron-H, Nemotron Nano 2 and Nemotron 3",
     differs="one branch per layer: Mamba-2, attention, or a feed-forward without a gate",
     hf_architectures=("NemotronHForCausalLM",),
     gguf_architectures=("nemotron_h", "nemotron_h_moe"),
@@ -199,7 +211,12 @@ FAMILY = ModelFamily(
     structure=lambda config: _STRUCTURE,
     activation="relu2",
     ropes=_ropes,
-    experts=Experts(settings=_experts, hf=(_HF_EXPERTS,), gguf=(_GGUF_EXPERTS,), optional=True),
+    experts=Experts(
+        settings=_experts,
+        hf=(_HF_EXPERTS, {**_HF_EXPERTS, **_HF_LATENT}),
+        gguf=(_GGUF_EXPERTS, {**_GGUF_EXPERTS, **_GGUF_LATENT}),
+        optional=True,
+    ),
     recurrent=Recurrent(_recurrent, hf_tensors=hf_mamba2(_MIXER), gguf_tensors=GGUF_MAMBA2),
     branches=_branches,
 )

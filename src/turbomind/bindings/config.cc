@@ -64,11 +64,11 @@ void DefModelParts(py::module_& m) {
 
   py::class_<MoeConfig> moe(m, "MoeConfig");
   DefMembers<MoeConfig>(
-      moe,
-      MemberList<&MoeConfig::num_experts, &MoeConfig::top_k, &MoeConfig::intermediate_size,
-                 &MoeConfig::shared_intermediate_size, &MoeConfig::normalize, &MoeConfig::sigmoid,
-                 &MoeConfig::shared_gate, &MoeConfig::weigh_inputs, &MoeConfig::num_groups,
-                 &MoeConfig::top_groups, &MoeConfig::scale, &MoeConfig::layers>());
+      moe, MemberList<&MoeConfig::num_experts, &MoeConfig::top_k, &MoeConfig::intermediate_size,
+                      &MoeConfig::shared_intermediate_size, &MoeConfig::latent_size,
+                      &MoeConfig::normalize, &MoeConfig::sigmoid, &MoeConfig::shared_gate,
+                      &MoeConfig::weigh_inputs, &MoeConfig::num_groups, &MoeConfig::top_groups,
+                      &MoeConfig::scale, &MoeConfig::layers>());
   DefFields(moe);
 
   py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");

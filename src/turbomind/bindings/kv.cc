@@ -108,7 +108,7 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
 
 void DefKv(py::module_& m) {
   py::class_<MemoryPlan> plan(m, "MemoryPlan");
-  DefMembers<MemoryPlan>(
+  DefMembers<MemoryPlan, 1>(
       plan, MemberList<&MemoryPlan::num_blocks, &MemoryPlan::reserved_bytes,
                        &MemoryPlan::draft_cache_bytes, &MemoryPlan::draft_scratch_bytes,
                        &MemoryPlan::touched_bytes, &MemoryPlan::scratch_bytes,
@@ -118,6 +118,7 @@ void DefKv(py::module_& m) {
                        &MemoryPlan::max_sequence_tokens, &MemoryPlan::state_bytes_per_sequence,
                        &MemoryPlan::num_checkpoints, &MemoryPlan::checkpoint_bytes,
                        &MemoryPlan::checkpoint_interval>());
+  DefEnum(plan, "checkpoint_format", &MemoryPlan::checkpoint_format, kStateFormats);
   DefFields(plan);
   py::class_<EngineStats> stats(m, "EngineStats");
   DefMembers<EngineStats>(stats, EngineStats::Members());

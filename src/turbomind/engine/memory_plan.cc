@@ -372,6 +372,7 @@ void PlanStateMemory(const ModelConfig& model, const EngineConfig& config,
     return;
   }
   plan.num_checkpoints = blocks.back();
+  plan.checkpoint_format = config.state_checkpoint_format;
   plan.checkpoint_bytes = plan.num_checkpoints * CheckpointBytes(model, config);
   plan.checkpoint_interval = CheckpointInterval(config, plan.num_checkpoints);
   plan.reserved_bytes +=

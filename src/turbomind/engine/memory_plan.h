@@ -37,7 +37,8 @@ struct MemoryPlan {
   // the pools hold, and the blocks between those that divide a prompt. 0 without such layers.
   int64_t state_bytes_per_sequence = 0;
   int64_t num_checkpoints = 0;
-  int64_t checkpoint_bytes = 0;     // of all of them
+  int64_t checkpoint_bytes = 0;  // of all of them
+  StateFormat checkpoint_format = StateFormat::kF32;
   int64_t checkpoint_interval = 0;  // 0: none divide a prompt
 };
 

@@ -39,6 +39,7 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .top_k = model.moe.top_k,
                     .intermediate_size = model.moe.intermediate_size,
                     .shared_intermediate_size = model.moe.shared_intermediate_size,
+                    .latent_size = model.moe.latent_size,
                     .normalize = model.moe.normalize,
                     .sigmoid = model.moe.sigmoid,
                     .weigh_inputs = model.moe.weigh_inputs,
@@ -59,6 +60,10 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
       layer.up.push_back(ViewPart(expert.gate_up, 1));
     }
     layer.down.push_back(ViewPart(expert.down));
+  }
+  if (layer.latent_size > 0) {
+    layer.latent_down = ViewPart(weights.latent_down);
+    layer.latent_up = ViewPart(weights.latent_up);
   }
   if (layer.shared_intermediate_size > 0) {
     if (model.gated) {

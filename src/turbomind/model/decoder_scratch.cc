@@ -46,7 +46,12 @@ void PlaceMoe(const ModelConfig& model, int64_t rows, MoeScratch& scratch, Place
   placer.Add(scratch.offsets, moe.num_experts + 1);
   placer.Add(scratch.gate_up, rows * 2 * width);
   placer.Add(scratch.activated, rows * width);
-  placer.Add(scratch.output, slots * model.hidden_size);
+  const int expert_size = moe.latent_size > 0 ? moe.latent_size : model.hidden_size;
+  placer.Add(scratch.output, std::max(slots * expert_size, rows * int64_t{model.hidden_size}));
+  scratch.latent = nullptr;
+  if (moe.latent_size > 0) {
+    placer.Add(scratch.latent, rows * moe.latent_size);
+  }
 }
 
 }  // namespace

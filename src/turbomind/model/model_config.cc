@@ -60,6 +60,9 @@ void ValidateMoe(const MoeConfig& moe, int num_layers) {
   const int shared = moe.shared_intermediate_size;
   Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size",
           "is " + std::to_string(shared) + ". It must be 0 to " + std::to_string(kMaxWidth));
+  Require(
+      moe.latent_size >= 0 && moe.latent_size <= kMaxWidth, "moe.latent_size",
+      "is " + std::to_string(moe.latent_size) + ". It must be 0 to " + std::to_string(kMaxWidth));
   Require(moe.layers.size() == static_cast<size_t>(num_layers), "moe.layers",
           "has " + std::to_string(moe.layers.size()) + " entries. It must have one per layer (" +
               std::to_string(num_layers) + ")");

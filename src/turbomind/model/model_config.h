@@ -16,6 +16,7 @@ struct MoeConfig {
   int top_k = 0;                     // num_experts_per_tok
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
+  int latent_size = 0;               // inputs and outputs of routed experts; 0: hidden_size
   bool normalize = true;             // norm_topk_prob
   bool sigmoid = false;              // scores are sigmoids, not a softmax
   bool shared_gate = true;           // a router weighs the shared expert

@@ -27,6 +27,8 @@ std::vector<const LinearWeight*> LayerWeights::linears() const {
                                           &gate_up,
                                           &down,
                                           &moe.router,
+                                          &moe.latent_down,
+                                          &moe.latent_up,
                                           &moe.shared_gate_up,
                                           &moe.shared_down,
                                           &moe.shared_router};
@@ -208,6 +210,10 @@ struct WeightsBuilder::Impl {
     Linear(moe.router, hidden, {{prefix + "router", config.moe.num_experts}});
     matrices[prefix + "router"].exact = true;
     Vector(prefix + "router.score_bias", moe.score_bias, config.moe.num_experts, false);
+    if (const int64_t latent = config.moe.latent_size; latent > 0) {
+      Linear(moe.latent_down, hidden, {{prefix + "latent_down", latent}});
+      Linear(moe.latent_up, latent, {{prefix + "latent_up", hidden}});
+    }
     moe.experts.resize(static_cast<size_t>(config.moe.num_experts));
     for (size_t e = 0; e < moe.experts.size(); ++e) {
       AddExpert(prefix + "experts." + std::to_string(e) + ".", moe.experts[e]);
@@ -225,7 +231,7 @@ struct WeightsBuilder::Impl {
 
   // Accepts gate and up in either form. The required form is known once all matrices are added.
   void AddExpert(const std::string& prefix, ExpertWeights& expert) {
-    const int64_t hidden = config.hidden_size;
+    const int64_t hidden = config.moe.latent_size > 0 ? config.moe.latent_size : config.hidden_size;
     const int64_t inner = config.moe.intermediate_size;
     Linear(expert.gate_up, hidden, GateAndUp(prefix, inner));
     Linear(expert.down, inner, {{prefix + "down", hidden}});

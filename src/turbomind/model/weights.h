@@ -34,8 +34,8 @@ struct LinearWeight {
 
 // One expert. gate_up has two parts (gate, up), or one part whose rows alternate between them.
 struct ExpertWeights {
-  LinearWeight gate_up;  // [2 * intermediate, hidden]
-  LinearWeight down;     // [hidden, intermediate]
+  LinearWeight gate_up;  // [2 * intermediate, hidden or latent]
+  LinearWeight down;     // [hidden or latent, intermediate]
 
   bool interleaved() const { return gate_up.parts.size() == 1; }
 };
@@ -44,6 +44,7 @@ struct MoeWeights {
   LinearWeight router;                 // [num_experts, hidden], FP32
   VectorWeight score_bias;             // [num_experts], added to scores to select experts; or empty
   std::vector<ExpertWeights> experts;  // [num_experts]; empty for a dense layer
+  LinearWeight latent_down, latent_up;  // [latent, hidden], [hidden, latent]; may be empty
   LinearWeight shared_gate_up, shared_down;
   LinearWeight shared_router;  // [1, hidden], FP32; empty if nothing weighs the shared expert
 };
@@ -112,6 +113,7 @@ struct Weights {
 //   layers.{i}.router, layers.{i}.router.score_bias,
 //   layers.{i}.experts.{e}.{gate, up, down} and the same with ".bias"; gate_up, with the rows
 //   gate0, up0, gate1, ..., may replace gate and up,
+//   layers.{i}.latent_{down, up} if the routed experts have a latent size,
 //   layers.{i}.shared.{gate, up, down, router} if the model has a shared expert.
 // Routers are packed exactly: they are small, and a rounded logit would select other experts.
 class WeightsBuilder {

@@ -33,14 +33,19 @@ void CheckLayer(const MoeLayer& layer) {
   Check(layer.top_k > 0 && layer.top_k <= layer.num_experts,
         "top_k must be positive and at most num_experts");
   CheckMatrix(layer.router, layer.num_experts, hidden);
-  CheckExperts(layer.down, layer.num_experts, hidden, inner);
+  const int64_t outer = layer.expert_size();
+  CheckExperts(layer.down, layer.num_experts, outer, inner);
   if (layer.interleaved()) {
-    CheckExperts(layer.gate_up, layer.num_experts, 2 * inner, hidden);
+    CheckExperts(layer.gate_up, layer.num_experts, 2 * inner, outer);
   } else {
     if (layer.gated()) {
-      CheckExperts(layer.gate, layer.num_experts, inner, hidden);
+      CheckExperts(layer.gate, layer.num_experts, inner, outer);
     }
-    CheckExperts(layer.up, layer.num_experts, inner, hidden);
+    CheckExperts(layer.up, layer.num_experts, inner, outer);
+  }
+  if (layer.latent_size > 0) {
+    CheckMatrix(layer.latent_down, outer, hidden);
+    CheckMatrix(layer.latent_up, hidden, outer);
   }
   if (layer.weigh_inputs) {
     for (const std::vector<MatrixView>* views : {&layer.gate, &layer.up, &layer.gate_up}) {
@@ -70,21 +75,23 @@ void CheckParams(const MoeParams& p) {
   Check(s.logits != nullptr && s.weights != nullptr && s.ids != nullptr && s.slots != nullptr &&
             s.x_rows != nullptr && s.offsets != nullptr && s.gate_up != nullptr &&
             s.activated != nullptr && s.output != nullptr &&
-            (s.slot_weights != nullptr || !p.layer->weigh_inputs),
+            (s.slot_weights != nullptr || !p.layer->weigh_inputs) &&
+            (s.latent != nullptr || p.layer->latent_size == 0),
         "every scratch buffer of the experts must be set");
   Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens,
         "the tokens must fit into the scratch memory");
 }
 
 void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int64_t y_stride,
-             int num_rows) {
+             int num_rows, bool accumulate = false) {
   device.Linear({.x = x,
                  .x_stride = matrix.weight->cols,
                  .parts = &matrix,
                  .num_parts = 1,
                  .y = y,
                  .y_stride = y_stride,
-                 .num_rows = num_rows});
+                 .num_rows = num_rows,
+                 .accumulate = accumulate});
 }
 
 void Activate(Device& device, const MoeParams& p, const GatedActivationParams& rows) {
@@ -147,7 +154,12 @@ void RunExperts(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   const MoeScratch& scratch = p.scratch;
   const int64_t inner = layer.intermediate_size;
-  GroupedPart part = {.x = p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
+  const bool is_latent = layer.latent_size > 0;
+  if (is_latent) {
+    Project(device, layer.latent_down, p.x, scratch.latent, layer.latent_size, p.num_tokens);
+  }
+  GroupedPart part = {
+      .x = is_latent ? scratch.latent : p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
   part.y_stride = layer.num_inputs() * inner;
   if (layer.gated()) {
     part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;
@@ -168,16 +180,20 @@ void RunExperts(Device& device, const MoeParams& p) {
                 {.matrices = &layer.down,
                  .x = scratch.activated,
                  .y = scratch.output,
-                 .y_stride = layer.hidden_size});
+                 .y_stride = layer.expert_size()});
   device.CombineExperts({.y = scratch.output,
                          .slots = scratch.slots,
                          .weights = layer.weigh_inputs ? nullptr : scratch.weights,
-                         .out = p.out,
+                         .out = is_latent ? scratch.latent : p.out,
                          .num_tokens = p.num_tokens,
                          .top_k = layer.top_k,
-                         .dim = layer.hidden_size,
+                         .dim = layer.expert_size(),
                          .scale = layer.scale,
-                         .accumulate = p.accumulate});
+                         .accumulate = p.accumulate && !is_latent});
+  if (is_latent) {
+    Project(device, layer.latent_up, scratch.latent, p.out, layer.hidden_size, p.num_tokens,
+            p.accumulate);
+  }
 }
 
 void RunSharedExpert(Device& device, const MoeParams& p) {

@@ -21,6 +21,7 @@ struct MoeLayer {
   int top_k = 0;
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
+  int latent_size = 0;               // inputs and outputs of the routed experts; 0: hidden_size
   bool normalize = false;            // normalize a token's weights to a sum of 1
   bool sigmoid = false;              // scores are sigmoids, not a softmax
   bool weigh_inputs = false;         // weights multiply the inputs of experts, not their outputs
@@ -35,14 +36,17 @@ struct MoeLayer {
   // Each [num_experts]: either gate and up, or gate_up, whose rows alternate between them. Without
   // both gate and gate_up, experts compute down(activation(up(x))), the shared one, too.
   std::vector<MatrixView> gate = {}, up = {};
-  std::vector<MatrixView> gate_up = {};  // [2 * intermediate, hidden]
-  std::vector<MatrixView> down = {};     // [num_experts] of [hidden, intermediate]
+  std::vector<MatrixView> gate_up = {};  // [2 * intermediate, expert_size]
+  std::vector<MatrixView> down = {};     // [num_experts] of [expert_size, intermediate]
+  // [latent, hidden] and [hidden, latent], around the routed experts if they have a latent size.
+  MatrixView latent_down = {}, latent_up = {};
 
   MatrixView shared_gate = {}, shared_up = {}, shared_down = {};  // shared_gate: if gated()
   // [1, hidden]: its sigmoid is the weight of the shared expert. Without it, the weight is 1.
   MatrixView shared_router = {};
 
   bool empty() const { return num_experts == 0; }
+  int expert_size() const { return latent_size > 0 ? latent_size : hidden_size; }
   bool interleaved() const { return !gate_up.empty(); }
   bool gated() const { return interleaved() || !gate.empty(); }
   // Returns how many values of scratch.gate_up a value of `activated` is computed from.
@@ -62,7 +66,8 @@ struct MoeScratch {
   int32_t* offsets = nullptr;     // [num_experts + 1]
   float* gate_up = nullptr;       // [max_tokens, gate_up_width]
   float* activated = nullptr;     // [max_tokens, gate_up_width / 2]
-  float* output = nullptr;        // [max_tokens, top_k * hidden]
+  float* output = nullptr;        // [max_tokens, top_k * expert_size], or hidden if that is larger
+  float* latent = nullptr;        // [max_tokens, latent]; null without a latent size
 };
 
 struct MoeParams {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ops/device_suite.h"
+#include "ops/checkpoint_suite.h"
 #include "ops/recurrent_suite.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/core/check.h"

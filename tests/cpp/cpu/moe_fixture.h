@@ -20,6 +20,7 @@ inline constexpr int kHidden = 64;
 inline constexpr int kInner = 48;
 inline constexpr int kShared = 80;
 inline constexpr int kExperts = 8;
+inline constexpr int kLatent = 32;
 
 inline std::vector<float> Random(uint32_t seed, size_t size, float range) {
   std::mt19937 generator(seed);
@@ -60,6 +61,7 @@ struct Shape {
   Activation activation = Activation::kSilu;
   bool weigh_inputs = false;  // REQUIRES: no biases
   bool gated = true;
+  bool is_latent = false;
 };
 
 // One random layer with its matrices and scratch for `max_tokens`.
@@ -68,10 +70,11 @@ class TestLayer {
   TestLayer(const Shape& shape, Device& device, int max_tokens, bool quantized = false)
       : shape_(shape), device_(device), quantized_(quantized) {
     router_ = Make(kExperts, kHidden, 1.f, true);
+    const int outer = shape.is_latent ? kLatent : kHidden;
     for (int e = 0; e < kExperts; ++e) {
-      gate_.push_back(Make(kInner, kHidden));
-      up_.push_back(Make(kInner, kHidden));
-      down_.push_back(Make(kHidden, kInner));
+      gate_.push_back(Make(kInner, outer));
+      up_.push_back(Make(kInner, outer));
+      down_.push_back(Make(outer, kInner));
     }
     layer_ = {.hidden_size = kHidden,
               .num_experts = kExperts,
@@ -93,6 +96,13 @@ class TestLayer {
         }
         layer_.up.push_back(up_[e].view());
       }
+    }
+    if (shape.is_latent) {
+      latent_down_ = Make(kLatent, kHidden);
+      latent_up_ = Make(kHidden, kLatent);
+      layer_.latent_size = kLatent;
+      layer_.latent_down = latent_down_.view();
+      layer_.latent_up = latent_up_.view();
     }
     if (shape.has_shared) {
       AddShared();
@@ -129,15 +139,19 @@ class TestLayer {
       all += std::exp(logits[e]);
       chosen += std::ranges::count(order, e) > 0 ? std::exp(logits[e]) : 0.;
     }
-    std::vector<double> out(kHidden);
+    const std::vector<double> inputs = shape_.is_latent ? latent_down_.Times(x.data()) : x;
+    std::vector<double> out(inputs.size());
     for (size_t e : order) {
       const double weight = std::exp(logits[e]) / (shape_.normalize ? chosen : all);
-      std::vector<double> in = x;
+      std::vector<double> in = inputs;
       for (double& value : in) {
         value *= shape_.weigh_inputs ? weight : 1;
       }
       Add(down_[e], Activate(gate_[e].Times(in.data()), up_[e].Times(in.data())),
           shape_.weigh_inputs ? 1 : weight, out);
+    }
+    if (shape_.is_latent) {
+      out = latent_up_.Times(out.data());
     }
     if (shape_.has_shared) {
       const double logit = shared_router_.Times(x.data())[0];
@@ -225,6 +239,7 @@ class TestLayer {
     scratch_.gate_up = floats(tokens * 2 * width);
     scratch_.activated = floats(tokens * width);
     scratch_.output = floats(slots * kHidden);
+    scratch_.latent = floats(tokens * kLatent);
   }
 
   std::vector<double> Activate(const std::vector<double>& gate,
@@ -258,6 +273,7 @@ class TestLayer {
   uint32_t seed_ = 1;
   Matrix router_;
   std::vector<Matrix> gate_, up_, both_, down_;
+  Matrix latent_down_, latent_up_;
   Matrix shared_gate_, shared_up_, shared_down_, shared_router_;
   MoeLayer layer_;
   MoeScratch scratch_;
@@ -295,6 +311,12 @@ inline std::vector<Shape> AllShapes() {
                       .activation = Activation::kRelu2,
                       .weigh_inputs = weigh_inputs,
                       .gated = false});
+  }
+  for (const bool gated : {false, true}) {
+    shapes.push_back({.has_shared = true,
+                      .activation = gated ? Activation::kSilu : Activation::kRelu2,
+                      .gated = gated,
+                      .is_latent = true});
   }
   return shapes;
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ops/device_suite.h"
+#include "ops/checkpoint_suite.h"
 #include "ops/recurrent_suite.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/runtime/runtime.h"

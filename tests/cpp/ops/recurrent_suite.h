@@ -261,7 +261,8 @@ inline std::vector<Exact> GatedNormInDouble(const GatedNormParams& p, const Floa
 }
 
 TEST_CASE_FIXTURE(DeviceSuite, "gated norms of runs of a row" * doctest::test_suite("small")) {
-  constexpr int kShapes[][3] = {{1, 128, 128}, {41, 256, 128}, {3, 60, 20}, {7, 17, 17}, {5, 8, 1}};
+  constexpr int kShapes[][3] = {{1, 128, 128}, {41, 256, 128}, {3, 60, 20},
+                                {7, 17, 17},   {5, 8, 1},      {3, 1200, 600}};
   for (const auto& [num_rows, dim, group] : kShapes) {
     for (const int form : {0, 1, 2, 3}) {
       GatedNormParams p = {.z_stride = dim + 3,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_gguf import GGUF_MODELS, write_family_gguf
+from family_gguf import GGUF_MODELS, HYBRID_MODELS, write_family_gguf
 from tiny_families import FAMILY_MODELS
 from tiny_models import TINY_MODELS, make_model, save_model
 
@@ -32,7 +32,8 @@ UNUSED = {
 }
 NAMES = {
     *("llama", "gemma3", "phi3-longrope-partial", "minimax-m2", "ministral3", "llama4"),
-    *("glm4-moe", "granite-moe"),
+    *("glm4-moe", "granite-moe", "granite-4-h-moe", "falcon-h1-gate", "nemotron-h-latent"),
+    *("lfm2", "qwen3-5-moe"),
 }
 TINY = {tiny.name: tiny for tiny in (*TINY_MODELS, *FAMILY_MODELS) if tiny.name in NAMES}
 
@@ -85,7 +86,11 @@ def test_numbers_of_config_json_are_checked_before_they_are_used(name: str, tmp_
             )
 
 
-@pytest.mark.parametrize("made", GGUF_MODELS[::4], ids=lambda made: made.arch)
+@pytest.mark.parametrize(
+    "made",
+    [*(made for made in GGUF_MODELS[::4] if made not in HYBRID_MODELS), *HYBRID_MODELS],
+    ids=lambda made: made.tiny.name,
+)
 def test_numbers_of_gguf_metadata_are_checked_before_they_are_used(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ DEFAULT_IDENTITY = (
 NVFP4 = {"quant_policy": "nvfp4"}
 # A value of each option that changes the bytes of blocks, and what it needs.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "state_checkpoint_format": ("int8", {}),
     "dtype": ("float32", {}),
     "gemm_input_dtype": ("int8", {}),
     "session_len": (64, {"rope_scaling_factor": 2.0}),

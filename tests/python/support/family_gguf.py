@@ -50,6 +50,22 @@ _GRANITE_SIZES = {
     "mamba_proj_bias": False,
     "mamba_conv_bias": True,
 }
+_NEMOTRON_MOE: dict[str, Any] = {
+    **_MAMBA2,
+    "ssm.inner_size": 128,
+    "ssm.time_step_rank": 8,
+    "attention.head_count_kv": [0, 0, 0, 0, 2, 0],
+    "feed_forward_length": [0, 48, 0, 0, 0, 48],
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+    "expert_feed_forward_length": 48,
+    "expert_shared_count": 1,
+    "expert_shared_feed_forward_length": 80,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+}
 _LFM2 = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2, 0]}
 # End of a name in transformers → names in GGUF of the parts of its rows.
 _EXPERT_NAMES = {
@@ -69,6 +85,8 @@ _EXPERT_NAMES = {
     "feed_forward.router.weight": ("ffn_gate_inp.weight",),
     "mlp.gate.weight": ("ffn_gate_inp.weight",),
     "mixer.gate.weight": ("ffn_gate_inp.weight",),
+    "fc1_latent_proj.weight": ("ffn_latent_down.weight",),
+    "fc2_latent_proj.weight": ("ffn_latent_up.weight",),
     "feed_forward.gate.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
@@ -372,37 +390,25 @@ HYBRID_MODELS = (
             "feed_forward_length": [0, 160, 0, 160],
         },
     ),
-    GgufModel(
-        resized(
-            _FAMILIES["nemotron-h"],
-            {
-                "layers_block_type": [
-                    "linear_attention",
-                    "moe",
-                    "linear_attention",
-                    "linear_attention",
-                    "full_attention",
-                    "moe",
-                ]
-            },
-        ),
-        "nemotron_h_moe",
-        {
-            **_MAMBA2,
-            "ssm.inner_size": 128,
-            "ssm.time_step_rank": 8,
-            "attention.head_count_kv": [0, 0, 0, 0, 2, 0],
-            "feed_forward_length": [0, 48, 0, 0, 0, 48],
-            "expert_count": 8,
-            "expert_used_count": 3,
-            "expert_group_count": 4,
-            "expert_group_used_count": 2,
-            "expert_feed_forward_length": 48,
-            "expert_shared_count": 1,
-            "expert_shared_feed_forward_length": 80,
-            "expert_weights_norm": True,
-            "expert_weights_scale": 1.5,
-        },
+    *(
+        GgufModel(
+            resized(
+                _FAMILIES[name],
+                {
+                    "layers_block_type": [
+                        "linear_attention",
+                        "moe",
+                        "linear_attention",
+                        "linear_attention",
+                        "full_attention",
+                        "moe",
+                    ]
+                },
+            ),
+            "nemotron_h_moe",
+            {**_NEMOTRON_MOE, **keys},
+        )
+        for name, keys in (("nemotron-h", {}), ("nemotron-h-latent", {"moe_latent_size": 32}))
     ),
     GgufModel(resized(_FAMILIES["lfm2"], _WIDE), "lfm2", {**_LFM2, "feed_forward_length": 128}),
     GgufModel(

@@ -61,6 +61,29 @@ _FALCON_H1 = {
     "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
     "mlp_multipliers": [0.8, 1.25],
 }
+_NEMOTRON_H = {
+    "layers_block_type": [
+        "linear_attention",
+        "moe",
+        "linear_attention",
+        "linear_attention",
+        "mlp",
+        "full_attention",
+        "mlp",
+    ],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "time_step_min": 1e-12,  # transformers limits the time steps of prompts by it
+}
 _LFM2 = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"],
@@ -192,33 +215,8 @@ FAMILY_MODELS = (
             "attention_bias": True,
         },
     ),
-    TinyModel(
-        "nemotron-h",
-        "NemotronH",
-        {
-            "layers_block_type": [
-                "linear_attention",
-                "moe",
-                "linear_attention",
-                "linear_attention",
-                "mlp",
-                "full_attention",
-                "mlp",
-            ],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 32,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-            "moe_intermediate_size": 48,
-            "moe_shared_expert_intermediate_size": 80,
-            "time_step_min": 1e-12,  # transformers limits the time steps of prompts by it
-        },
-    ),
+    TinyModel("nemotron-h", "NemotronH", _NEMOTRON_H),
+    TinyModel("nemotron-h-latent", "NemotronH", {**_NEMOTRON_H, "moe_latent_size": 32}),
     TinyModel("lfm2", "Lfm2", {**_LFM2, "block_multiple_of": 32}),
     TinyModel("lfm2-bias", "Lfm2", {**_LFM2, "conv_bias": True, "block_auto_adjust_ff_dim": False}),
     TinyModel(

@@ -52,7 +52,15 @@ void CudaSelectiveScan(const Context& ctx, const SelectiveScanParams& params) {
 
 void CudaGatedNorm(const Context& ctx, const GatedNormParams& params) {
   const int64_t runs = int64_t{params.num_rows} * (params.dim / params.group);
-  Launch(GatedNormKernel,
+  if (params.group >= kLongRun) {
+    Launch(GatedNormKernel<true>,
+           {.grid_x = runs,
+            .threads = 32 * kGatedNormWarps,
+            .shared_bytes = kGatedNormWarps * sizeof(float)},
+           ctx.stream, params);
+    return;
+  }
+  Launch(GatedNormKernel<false>,
          {.grid_x = CeilDiv(runs, kGatedNormWarps), .threads = 32 * kGatedNormWarps}, ctx.stream,
          params);
 }

@@ -79,11 +79,16 @@ __global__ void __launch_bounds__(32 * kConvolutionWarps)
 }
 
 inline constexpr int kGatedNormWarps = 4;
+inline constexpr int kLongRun = 512;  // values from which on a run has a block
 
-// A warp owns a run of `group` values. They are read twice if there is a norm.
+// A warp owns a run of `group` values, or a block owns a long one, and then has 4 kGatedNormWarps
+// bytes of shared memory. The values are read twice if there is a norm.
+template <bool kIsLong>
 __global__ void __launch_bounds__(32 * kGatedNormWarps) GatedNormKernel(GatedNormParams p) {
-  const int64_t run = int64_t{BlockIndexX()} * kGatedNormWarps + ThreadIndexX() / 32;
-  const int lane = ThreadIndexX() & 31;
+  constexpr int kThreads = kIsLong ? 32 * kGatedNormWarps : 32;
+  const int64_t first_run = int64_t{BlockIndexX()} * (kIsLong ? 1 : kGatedNormWarps);
+  const int64_t run = first_run + ThreadIndexX() / kThreads;
+  const int thread = ThreadIndexX() % kThreads;
   const int runs = p.dim / p.group;
   if (run >= int64_t{p.num_rows} * runs) {
     return;
@@ -99,13 +104,14 @@ __global__ void __launch_bounds__(32 * kGatedNormWarps) GatedNormKernel(GatedNor
   float scale = 1.f;
   if (p.weight != nullptr) {
     float squares = 0.f;
-    for (int i = lane; i < p.group; i += 32) {
+    for (int i = thread; i < p.group; i += kThreads) {
       const float value = input(i);
       squares += value * value;
     }
-    scale = 1.f / sqrtf(AddInWarp(squares) / static_cast<float>(p.group) + p.eps);
+    squares = kIsLong ? AddInBlock(squares, thread, kGatedNormWarps) : AddInWarp(squares);
+    scale = 1.f / sqrtf(squares / static_cast<float>(p.group) + p.eps);
   }
-  for (int i = lane; i < p.group; i += 32) {
+  for (int i = thread; i < p.group; i += kThreads) {
     const float weight = p.weight != nullptr ? LoadGlobal(p.weight + first + i) : 1.f;
     const float normed = input(i) * scale * weight;
     StoreGlobal(p.out + run * p.group + i, p.gate_first ? normed : normed * gate(i));

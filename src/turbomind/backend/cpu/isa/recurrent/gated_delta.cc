@@ -16,7 +16,6 @@ namespace turbomind::TM_ISA {
 namespace {
 
 constexpr float kNormEps = 1e-6f;
-constexpr int kRows = 16;  // of a state of 256 columns that L1 holds
 
 // The factors of 16 tokens of a head.
 struct Factors {
@@ -187,29 +186,6 @@ void RunTokens(const DeltaHead& head, const SequenceStep& step, int column) {
   block.WriteUpdated(update, state, p.value_dim);
 }
 
-// Sᵀk and Sᵀq of the columns of a head, and then the deltas.
-struct ColumnSums {
-  alignas(64) float k[kMaxStateDim] = {};
-  alignas(64) float q[kMaxStateDim] = {};
-
-  template <int N>
-  TM_HD Products<N> Get(int column) const {
-    Products<N> products;
-    for (int n = 0; n < N; ++n) {
-      products.k[n] = Load(k + column + n * kLanes);
-      products.q[n] = Load(q + column + n * kLanes);
-    }
-    return products;
-  }
-  template <int N>
-  TM_HD void Set(int column, const Products<N>& products) {
-    for (int n = 0; n < N; ++n) {
-      Store(k + column + n * kLanes, products.k[n]);
-      Store(q + column + n * kLanes, products.q[n]);
-    }
-  }
-};
-
 // Computes the only token of the step. Reads the state in the order in which it lies in memory.
 void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& run) {
   const StateHeads& p = *head.heads;
@@ -225,36 +201,28 @@ void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& 
       __builtin_memset(state + j * stride, 0, static_cast<size_t>(columns) * sizeof(float));
     }
   }
-  ColumnSums sums;
-  for (int j = 0; j < p.key_dim; j += kRows) {
-    ForGroups(
-        columns, [&](auto index, int column) __attribute__((always_inline)) {
-          constexpr int N = decltype(index)::value;
-          Products<N> products = sums.Get<N>(column);
-          AddProducts(state + j * stride + column, stride, kRows, k + j, q + j, products);
-          sums.Set<N>(column, products);
-        });
-  }
-  ForGroups(
+  alignas(64) float deltas[kMaxStateDim];
+  ForGroups<kWideGroup>(
       columns, [&](auto index, int column) __attribute__((always_inline)) {
         constexpr int N = decltype(index)::value;
+        Products<N> products = NoProducts<N>();
+        AddProducts(state + column, stride, p.key_dim, k, q, products);
         const int at = run.begin + column;
-        const Update<N> update =
-            Finish(factors, 0, sums.Get<N>(column), k, head.V(0) + at, head.Out(0) + at);
+        const Update<N> update = Finish(factors, 0, products, k, head.V(0) + at, head.Out(0) + at);
         for (int n = 0; n < N; ++n) {
-          Store(sums.k + column + n * kLanes, update.delta[n]);
+          Store(deltas + column + n * kLanes, update.delta[n]);
         }
       });
   float* save = Saves(head, step).After(1);
   for (int j = 0; j < p.key_dim; ++j) {
-    ForGroups(
+    ForGroups<kGroup>(
         columns, [&](auto index, int column) __attribute__((always_inline)) {
           constexpr int N = decltype(index)::value;
           const int64_t at = j * stride + column;
           Update<N> update = {.decay = Set1(factors.decay[0]), .k = k};
           F32x16 row[N];
           for (int n = 0; n < N; ++n) {
-            update.delta[n] = Load(sums.k + column + n * kLanes);
+            update.delta[n] = Load(deltas + column + n * kLanes);
           }
           update.Row(state + at, j, row);
           for (int n = 0; n < N; ++n) {
@@ -275,7 +243,7 @@ void GatedDeltaRun(const GatedDeltaParams& params, const SequenceStep& step, con
     RunToken(head, step, run);
     return;
   }
-  ForGroups(run.end - run.begin, [&](auto index, int column) {
+  ForGroups<kGroup>(run.end - run.begin, [&](auto index, int column) {
     RunTokens<decltype(index)::value>(head, step, run.begin + column);
   });
 }

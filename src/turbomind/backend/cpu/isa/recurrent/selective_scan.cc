@@ -11,7 +11,7 @@
 namespace turbomind::TM_ISA {
 namespace {
 
-constexpr float kZeros[kGroup * kLanes] = {};
+constexpr float kZeros[kWideGroup * kLanes] = {};
 
 // Rows of 16 N columns of a state.
 template <class T>
@@ -97,9 +97,14 @@ void RunTokens(const SelectiveScanParams& params, const Head& head, const Sequen
 void SelectiveScanRun(const SelectiveScanParams& params, const SequenceStep& step,
                       const ColumnRun& run) {
   const Head head = {&params.heads, run.head, step.first_token};
-  ForGroups(run.end - run.begin, [&](auto index, int column) {
+  const auto run_tokens = [&](auto index, int column) {
     RunTokens<decltype(index)::value>(params, head, step, run.begin + column);
-  });
+  };
+  if (step.num_tokens == 1) {
+    ForGroups<kWideGroup>(run.end - run.begin, run_tokens);
+  } else {
+    ForGroups<kGroup>(run.end - run.begin, run_tokens);
+  }
 }
 
 }  // namespace turbomind::TM_ISA

@@ -17,19 +17,19 @@ inline constexpr int kGroup = 4;
 inline constexpr int kGroup = 2;
 #endif
 
-// Calls fn(Index<N>(), column) for groups of 16 N of `columns` columns.
-template <class F>
-TM_HD void ForGroups(int columns, F fn) {
-  int column = 0;
-  for (; column + kGroup * kLanes <= columns; column += kGroup * kLanes) {
-    fn(Index<kGroup>(), column);
+// Of a step of one token, which reads the state from the pool: more of a row lies together. On
+// AVX2, twice as many are slower than these.
+inline constexpr int kWideGroup = 2 * kGroup;
+
+// Calls fn(Index<M>(), column) for groups of 16 M of `columns` columns: M is N as long as there are
+// so many, then less.
+template <int N, class F>
+TM_HD void ForGroups(int columns, F fn, int column = 0) {
+  for (; column + N * kLanes <= columns; column += N * kLanes) {
+    fn(Index<N>(), column);
   }
-  if (kGroup > 2 && column + 2 * kLanes <= columns) {
-    fn(Index<2>(), column);
-    column += 2 * kLanes;
-  }
-  if (column < columns) {
-    fn(Index<1>(), column);
+  if constexpr (N > 1) {
+    ForGroups<N / 2>(columns, fn, column);
   }
 }
 
