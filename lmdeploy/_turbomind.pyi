@@ -151,6 +151,13 @@ class ModelConfig(_Fields):
     def state_bytes(self) -> int:
         """Return the bytes of the states of one sequence in all recurrent layers."""
 
+class PrefixGroup:
+    """The layers that an event concerns."""
+
+    index: Final[int]
+    is_state: Final[bool]
+    window: Final[int]  # 0: full attention, -c: chunks of c tokens
+
 class PrefixEvent:
     """A change of the prefix cache. src/turbomind/kv/prefix_events.h explains the fields."""
 
@@ -159,6 +166,7 @@ class PrefixEvent:
     parent: Final[int | None]
     tokens: Final[list[int]]
     salt: Final[bytes]  # 16 bytes
+    group: Final[PrefixGroup | None]
 
 class PrefixEvents:
     def __init__(self) -> None: ...

@@ -43,13 +43,17 @@ def encode_event(event: _turbomind.PrefixEvent, *, block_tokens: int) -> dict[st
     """Return an event as the map that stands for it in a batch.
 
     `extra_keys` has one entry per block: the salt of the cache in hexadecimal digits. Without a
-    salt it is absent.
+    salt it is absent, and so are the fields of a group if all layers share their blocks.
     """
     if event.kind == "cleared":
         return {"type": "AllBlocksCleared"}
+    fields: dict[str, Any]
     if event.kind == "removed":
-        return {"type": "BlockRemoved", "block_hashes": event.blocks, "medium": MEDIUM}
-    fields: dict[str, Any] = {
+        fields = {"type": "BlockRemoved", "block_hashes": event.blocks, "medium": MEDIUM}
+        if event.group is not None:
+            fields["group_idx"] = event.group.index
+        return fields
+    fields = {
         "type": "BlockStored",
         "block_hashes": event.blocks,
         "parent_block_hash": event.parent,
@@ -61,7 +65,20 @@ def encode_event(event: _turbomind.PrefixEvent, *, block_tokens: int) -> dict[st
     }
     if event.salt != _NO_SALT:
         fields["extra_keys"] = [[event.salt.hex()]] * len(event.blocks)
+    if event.group is not None:
+        fields |= {"group_idx": event.group.index, "kv_cache_spec_kind": _spec_kind(event.group)}
+        if event.group.window > 0:
+            fields["kv_cache_spec_sliding_window"] = event.group.window
     return fields
+
+
+def _spec_kind(group: _turbomind.PrefixGroup) -> str:
+    """Return the member of vLLM's KVCacheSpecKind that tells routers what a hit needs."""
+    if group.is_state:
+        return "mamba"
+    if group.window > 0:
+        return "sliding_window"
+    return "chunked_local_attention" if group.window < 0 else "full_attention"
 
 
 def _pieces(event: _turbomind.PrefixEvent, *, block_tokens: int) -> Iterator[Any]:
@@ -73,7 +90,7 @@ def _pieces(event: _turbomind.PrefixEvent, *, block_tokens: int) -> Iterator[Any
     for i in range(0, len(event.blocks), step):
         blocks = event.blocks[i : i + step]
         if event.kind == "removed":
-            yield SimpleNamespace(kind="removed", blocks=blocks)
+            yield SimpleNamespace(kind="removed", blocks=blocks, group=event.group)
         else:
             yield SimpleNamespace(
                 kind="stored",
@@ -81,6 +98,7 @@ def _pieces(event: _turbomind.PrefixEvent, *, block_tokens: int) -> Iterator[Any
                 parent=event.blocks[i - 1] if i else event.parent,
                 tokens=event.tokens[i * block_tokens : (i + step) * block_tokens],
                 salt=event.salt,
+                group=event.group,
             )
 
 

@@ -266,6 +266,8 @@ def make_models() -> str:
         "Models that also read pictures are loaded without that part, and a line in the log says "
         "so. Pictures in messages are refused.",
         vision,
+        "Models with recurrent layers reuse a prefix up to a checkpoint of their states "
+        "([kv_cache.md](kv_cache.md#recurrent-layers)).",
         "## Tensors and config.json",
         "Names of tensors may lack `model.`, as in embedding models (`Qwen3Model`), or have other "
         "prefixes, such as `language_model.model.` or `transformer.`.",

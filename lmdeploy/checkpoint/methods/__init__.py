@@ -7,6 +7,7 @@ tensor converts rows to a format that the engine computes.
 from typing import Protocol
 
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
+from lmdeploy.checkpoint.methods.auto_round import open_auto_round
 from lmdeploy.checkpoint.methods.awq import open_awq
 from lmdeploy.checkpoint.methods.compressed_tensors import open_compressed_tensors
 from lmdeploy.checkpoint.methods.fp8 import open_fbgemm_fp8, open_fp8
@@ -30,6 +31,7 @@ class OpenMethod(Protocol):
 METHODS: dict[str, OpenMethod] = {
     "awq": open_awq,
     "gptq": open_gptq,
+    "auto-round": open_auto_round,
     "compressed-tensors": open_compressed_tensors,
     "fp8": open_fp8,
     "fbgemm_fp8": open_fbgemm_fp8,

@@ -23,19 +23,24 @@ WORD_OUTPUTS = len(NIBBLE_ORDER)
 _CODES, _ZEROS, _SCALES = "qweight", "qzeros", "scales"  # suffixes that replace "weight"
 
 
-def open_awq(file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:
-    """Open AWQ weights in version "gemm" with 4 bits.
+def open_awq(
+    file: TensorFile, quantization: ConfigReader, *, source: str, has_sign: bool = False
+) -> TensorFile:
+    """Open AWQ weights in version "gemm" with 4 bits, whose scales may be negative if `has_sign`.
 
     Without zero points, every zero is 8. Raise ModelFormatError for every other variant.
     """
-    has_zeros = quantization.flag("zero_point", default=True)
-    combine = partial(_combine, group=_group_size(quantization), has_zeros=has_zeros)
+    has_zeros = quantization.flag("zero_point", default=not has_sign)
+    group = _group_size(quantization)
+    combine = partial(_combine, group=group, has_zeros=has_zeros, has_sign=has_sign)
     return MatrixFile(
         file, marks=(_CODES,), others=(_ZEROS, _SCALES), combine=combine, source=source
     )
 
 
-def awq_matrix(rows: int, *, codes: Bytes, scales: Bytes, zeros: Bytes | None) -> GroupMatrix:
+def awq_matrix(
+    rows: int, *, codes: Bytes, scales: Bytes, zeros: Bytes | None, has_sign: bool = False
+) -> GroupMatrix:
     """Return the matrix of the bytes of the tensors. `rows` is the number of outputs."""
 
     def read_codes(begin: int, end: int) -> Bytes:
@@ -55,10 +60,11 @@ def awq_matrix(rows: int, *, codes: Bytes, scales: Bytes, zeros: Bytes | None) -
         scales=read_scales,
         zeros=None if zeros is None else read_zeros,
         row_step=WORD_OUTPUTS,
+        has_sign=has_sign,
     )
 
 
-def _combine(parts: Parts, *, group: int, has_zeros: bool) -> StoredTensor:
+def _combine(parts: Parts, *, group: int, has_zeros: bool, has_sign: bool) -> StoredTensor:
     codes = parts.tensor(_CODES, formats=("I32",))
     cols, words = codes.shape
     if cols % group:
@@ -71,7 +77,7 @@ def _combine(parts: Parts, *, group: int, has_zeros: bool) -> StoredTensor:
     if not has_zeros and zeros is not None and (zeros == 0x88).all():
         zeros = None
     scales = parts.tensor(_SCALES, formats=("F16",), shape=(cols // group, rows))
-    matrix = awq_matrix(rows, codes=codes.raw, scales=scales.raw, zeros=zeros)
+    matrix = awq_matrix(rows, codes=codes.raw, scales=scales.raw, zeros=zeros, has_sign=has_sign)
     return StoredTensor(codes.name, "AWQ", (rows, cols), codes.raw, matrix=matrix)
 
 

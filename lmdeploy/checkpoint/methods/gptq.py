@@ -40,6 +40,7 @@ class _Layout:
     group: int  # inputs that share a scale; -1 means all
     zero_step: int  # what is added to a stored zero
     must_have_order: bool  # g_idx must exist
+    has_sign: bool  # as in GroupMatrix
     warn_of_order: OrderWarning
 
     @property
@@ -110,6 +111,7 @@ class _Layout:
             bits=self.bits,
             row_step=self.per_word,
             group_of=None if group_of is None else group_of.raw.view("<i4").astype(np.int32),
+            has_sign=self.has_sign,
         )
 
     def _is_symmetric(self, zeros: StoredTensor) -> bool:
@@ -153,9 +155,14 @@ def _pack_nibbles(codes: Bytes) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(pairs).view("<i4").astype(np.int32)
 
 
-def open_gptq(file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:
-    """Open GPTQ weights. Raise ModelFormatError for a variant that is not supported."""
-    layout = _layout(quantization, source)
+def open_gptq(
+    file: TensorFile, quantization: ConfigReader, *, source: str, has_sign: bool = False
+) -> TensorFile:
+    """Open GPTQ weights, whose scales may be negative if `has_sign`.
+
+    Raise ModelFormatError for a variant that is not supported.
+    """
+    layout = _layout(quantization, source, has_sign=has_sign)
     return MatrixFile(
         file,
         marks=(_CODES,),
@@ -165,7 +172,7 @@ def open_gptq(file: TensorFile, quantization: ConfigReader, *, source: str) -> T
     )
 
 
-def _layout(quantization: ConfigReader, source: str) -> _Layout:
+def _layout(quantization: ConfigReader, source: str, *, has_sign: bool) -> _Layout:
     bits = quantization.integer("bits")
     if bits not in (4, 8):
         raise quantization.refuse(f"bits is {bits}. It must be 4 or 8.")
@@ -186,6 +193,7 @@ def _layout(quantization: ConfigReader, source: str) -> _Layout:
         group=group,
         zero_step=int(packing != _V2),
         must_have_order=quantization.flag("desc_act", default=False),
+        has_sign=has_sign,
         warn_of_order=OrderWarning(source),
     )
 

@@ -51,6 +51,7 @@ class GroupMatrix:
         bits: 4, or 8 for a symmetric matrix.
         row_step: number of rows of a word in the file; the readers read whole words.
         group_of: the group of each input, if it is not given by the order of the inputs.
+        has_sign: scales may be negative.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class GroupMatrix:
     bits: int = 4
     row_step: int = 1
     group_of: npt.NDArray[np.int32] | None = None
+    has_sign: bool = False
 
     @property
     def kind(self) -> str:
@@ -76,7 +78,7 @@ class GroupMatrix:
         to FP16. Shuffled groups are rounded to 8 bits in blocks of 32.
 
         Raises:
-            ValueError: a scale or minimum is not finite in FP16, or a scale is not positive.
+            ValueError: a scale or minimum is not finite in FP16, or a scale has a wrong sign.
         """
         if self.group_of is not None:
             return values_to_q8_0(self.f32(begin, end))
@@ -95,7 +97,7 @@ class GroupMatrix:
     def f32(self, begin: int, end: int) -> Floats:
         """Return rows [begin, end) without rounding.
 
-        Raise ValueError for a scale that is not positive and finite.
+        Raise ValueError for a scale that is not finite or has a wrong sign.
         """
         codes, scales = self._rows(self.codes, (begin, end)), self._checked_scales(begin, end)
         middle = np.full((len(codes), 1), 1 << (self.bits - 1), np.float32)
@@ -110,7 +112,7 @@ class GroupMatrix:
 
     def _checked_scales(self, begin: int, end: int) -> Floats:
         scales = self._rows(self.scales, (begin, end))
-        check_scales(scales)
+        check_scales(np.abs(scales) if self.has_sign else scales)
         return scales
 
     def _rows(self, read: Callable[[int, int], _Rows], span: tuple[int, int]) -> _Rows:
@@ -127,9 +129,9 @@ class GroupMatrix:
         """
         with np.errstate(over="ignore"):
             error = float(np.abs(scales.astype(np.float16).astype(np.float32) - scales).max())
-        if error <= _SCALE_ERROR * float(scales.max()):
+        if error <= _SCALE_ERROR * float(np.abs(scales).max()):
             return
-        every = self.scales(0, self.rows)
+        every = np.abs(self.scales(0, self.rows))
         if not error <= _SCALE_ERROR * float(every.max()):
             raise ValueError(
                 f"The scales reach from {every.min():.3g} to {every.max():.3g}. They must be from "

@@ -32,10 +32,15 @@ constexpr EnumName<PrefixEventKind> kPrefixEventKinds[] = {{PrefixEventKind::kSt
                                                            {PrefixEventKind::kCleared, "cleared"}};
 
 void DefPrefixEvents(py::module_& m) {
+  py::class_<PrefixGroup>(m, "PrefixGroup")
+      .def_readonly("index", &PrefixGroup::index)
+      .def_readonly("is_state", &PrefixGroup::is_state)
+      .def_readonly("window", &PrefixGroup::window);
   py::class_<PrefixEvent> event(m, "PrefixEvent");
   event.def_readonly("blocks", &PrefixEvent::blocks)
       .def_readonly("parent", &PrefixEvent::parent)
       .def_readonly("tokens", &PrefixEvent::tokens)
+      .def_readonly("group", &PrefixEvent::group)
       .def_property_readonly("salt", [](const PrefixEvent& self) {
         return py::bytes(reinterpret_cast<const char*>(self.salt.data()), sizeof(CacheSalt));
       });

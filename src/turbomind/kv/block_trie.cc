@@ -47,11 +47,12 @@ struct BlockTrie::Node {
 };
 
 BlockTrie::BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len,
-                     PrefixEvents* events)
+                     PrefixEvents* events, std::vector<EventGroup> event_groups)
     : num_pools_(num_pools),
       full_pools_(std::move(full_pools)),
       block_seq_len_(static_cast<size_t>(block_seq_len)),
       events_(events),
+      event_groups_(std::move(event_groups)),
       root_(std::make_unique<Node>()),
       node_of_(static_cast<size_t>(num_pools)) {
   Check(num_pools > 0 && block_seq_len > 0,
@@ -87,7 +88,7 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
                                          const std::vector<std::vector<int32_t>>& tables,
                                          const CacheSalt& salt) {
   std::vector<PoolBlock> entered;
-  PrefixEvent stored = {.kind = PrefixEventKind::kStored, .salt = salt};
+  std::vector<Passed> passed;  // only with events
   Node* node = root_.get();
   for (size_t i = 0; (i + 1) * block_seq_len_ <= tokens.size(); ++i) {
     const auto block_tokens = tokens.subspan(i * block_seq_len_, block_seq_len_);
@@ -95,6 +96,9 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
                                    ? FirstKey(block_tokens, salt)
                                    : std::vector<int32_t>(block_tokens.begin(), block_tokens.end());
     Node* child = Child(node, key);
+    if (events_) {
+      passed.push_back({.held = Held(child)});
+    }
     if (!child) {
       auto made = std::make_unique<Node>();
       child = made.get();
@@ -104,11 +108,6 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
         const auto parent =
             node == root_.get() ? std::nullopt : std::optional<uint64_t>(node->hash);
         child->hash = BlockHash(parent, key);
-        if (stored.blocks.empty()) {
-          stored.parent = parent;
-        }
-        stored.blocks.push_back(child->hash);
-        stored.tokens.insert(stored.tokens.end(), block_tokens.begin(), block_tokens.end());
       }
       child->place = node->children.emplace(std::move(key), std::move(made)).first;
     }
@@ -122,56 +121,112 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
         entered.push_back({pool, block});
       }
     }
+    if (events_) {
+      passed.back().hash = child->hash;
+      passed.back().holds = Held(child);
+    }
     node = child;
   }
   // Without a full-attention group, nodes outside every window may have received no block. Such a
   // node may stay only as an ancestor of other nodes.
-  std::vector<uint64_t> erased;
-  EraseEmpty(node, &erased);
-  if (!stored.blocks.empty()) {
-    events_->Add(std::move(stored));
+  Lost lost(num_reports());
+  EraseEmpty(node, &lost);
+  if (events_) {
+    ReportStored(tokens, salt, passed);
   }
-  ReportErased(std::move(erased));
+  ReportLost(std::move(lost));
   return entered;
+}
+
+std::vector<bool> BlockTrie::Held(const Node* node) const {
+  std::vector<bool> held(num_reports(), node != nullptr);
+  for (size_t g = 0; node && g < event_groups_.size(); ++g) {
+    held[g] = node->HasBlockIn(event_groups_[g].pools);
+  }
+  return held;
+}
+
+std::optional<PrefixGroup> BlockTrie::ReportedGroup(size_t report) const {
+  return event_groups_.empty() ? std::nullopt : std::optional(event_groups_[report].group);
+}
+
+// The blocks of an event follow each other, so that a gap begins another event.
+void BlockTrie::ReportStored(std::span<const int32_t> tokens, const CacheSalt& salt,
+                             const std::vector<Passed>& path) {
+  for (size_t report = 0; report < num_reports(); ++report) {
+    PrefixEvent stored;
+    for (size_t i = 0; i <= path.size(); ++i) {
+      if (i < path.size() && path[i].holds[report] && !path[i].held[report]) {
+        if (stored.blocks.empty()) {
+          stored = {.kind = PrefixEventKind::kStored, .salt = salt, .group = ReportedGroup(report)};
+          stored.parent = i == 0 ? std::nullopt : std::optional(path[i - 1].hash);
+        }
+        const auto block = tokens.subspan(i * block_seq_len_, block_seq_len_);
+        stored.blocks.push_back(path[i].hash);
+        stored.tokens.insert(stored.tokens.end(), block.begin(), block.end());
+      } else if (!stored.blocks.empty()) {
+        events_->Add(std::exchange(stored, {}));
+      }
+    }
+  }
+}
+
+void BlockTrie::ReportLost(Lost lost) {
+  for (size_t report = 0; events_ && report < lost.size(); ++report) {
+    if (!lost[report].empty()) {
+      events_->Add({.kind = PrefixEventKind::kRemoved,
+                    .blocks = std::move(lost[report]),
+                    .group = ReportedGroup(report)});
+    }
+  }
 }
 
 bool BlockTrie::MustLeave(const Node& node) const {
   return !full_pools_.empty() && !node.HasBlockIn(full_pools_);
 }
 
-void BlockTrie::EraseEmpty(Node* node, std::vector<uint64_t>* erased) {
+void BlockTrie::NoteErased(const Node& node, Lost* lost) const {
+  if (event_groups_.empty()) {
+    lost->front().push_back(node.hash);
+  }
+}
+
+void BlockTrie::EraseEmpty(Node* node, Lost* lost) {
   while (node != root_.get() && !node->HasBlock() && node->children.empty()) {
-    erased->push_back(node->hash);
+    NoteErased(*node, lost);
     Node* parent = node->parent;
     parent->children.erase(node->place);
     node = parent;
   }
 }
 
-void BlockTrie::ReportErased(std::vector<uint64_t> erased) {
-  if (events_ && !erased.empty()) {
-    events_->Add({.kind = PrefixEventKind::kRemoved, .blocks = std::move(erased)});
+void BlockTrie::TakeBlock(Node* node, int pool, std::vector<PoolBlock>* taken, Lost* lost) {
+  const auto p = static_cast<size_t>(pool);
+  taken->push_back({pool, node->blocks[p]});
+  node_of_[p].erase(node->blocks[p]);
+  node->blocks[p] = -1;
+  for (size_t g = 0; g < event_groups_.size(); ++g) {
+    const std::vector<int>& pools = event_groups_[g].pools;
+    if (std::ranges::find(pools, pool) != pools.end() && !node->HasBlockIn(pools)) {
+      (*lost)[g].push_back(node->hash);
+    }
   }
 }
 
 // Iterative because a prefix may be many thousands of blocks deep.
-void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken,
-                            std::vector<uint64_t>* erased) {
+void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken, Lost* lost) {
   std::vector<Node*> pending = {node};
   std::vector<std::unique_ptr<Node>> doomed;
   while (!pending.empty()) {
     Node* current = pending.back();
     pending.pop_back();
     for (int pool = 0; pool < num_pools_; ++pool) {
-      const auto p = static_cast<size_t>(pool);
-      if (!current->blocks.empty() && current->blocks[p] >= 0) {
-        taken->push_back({pool, current->blocks[p]});
-        node_of_[p].erase(current->blocks[p]);
-        current->blocks[p] = -1;
+      if (!current->blocks.empty() && current->blocks[static_cast<size_t>(pool)] >= 0) {
+        TakeBlock(current, pool, taken, lost);
       }
     }
     for (auto& [key, child] : current->children) {
-      erased->push_back(child->hash);
+      NoteErased(*child, lost);
       pending.push_back(child.get());
       doomed.push_back(std::move(child));
     }
@@ -180,26 +235,25 @@ void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken,
 }
 
 std::vector<PoolBlock> BlockTrie::Remove(PoolBlock block) {
-  const auto p = static_cast<size_t>(block.pool);
-  const auto found = node_of_[p].find(block.block);
-  Check(found != node_of_[p].end(), "a removed block must be in the trie");
+  const auto& of_pool = node_of_[static_cast<size_t>(block.pool)];
+  const auto found = of_pool.find(block.block);
+  Check(found != of_pool.end(), "a removed block must be in the trie");
   Node* node = found->second;
-  std::vector<PoolBlock> taken = {block};
-  node->blocks[p] = -1;
-  node_of_[p].erase(found);
-  std::vector<uint64_t> erased;
+  std::vector<PoolBlock> taken;
+  Lost lost(num_reports());
+  TakeBlock(node, block.pool, &taken, &lost);
   if (MustLeave(*node)) {
-    TakeSubtree(node, &taken, &erased);
+    TakeSubtree(node, &taken, &lost);
   }
-  EraseEmpty(node, &erased);
-  ReportErased(std::move(erased));
+  EraseEmpty(node, &lost);
+  ReportLost(std::move(lost));
   return taken;
 }
 
 std::vector<PoolBlock> BlockTrie::Clear() {
   std::vector<PoolBlock> taken;
-  std::vector<uint64_t> erased;
-  TakeSubtree(root_.get(), &taken, &erased);
+  Lost lost(num_reports());  // not reported: a kCleared event says it
+  TakeSubtree(root_.get(), &taken, &lost);
   if (events_) {
     events_->Add({.kind = PrefixEventKind::kCleared});
   }

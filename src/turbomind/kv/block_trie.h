@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,6 +21,13 @@ struct PoolBlock {
   bool operator==(const PoolBlock&) const = default;
 };
 
+// Layers whose blocks the events report on their own: a node has a block of the group while it has
+// one in any of these pools.
+struct EventGroup {
+  PrefixGroup group;
+  std::vector<int> pools;
+};
+
 // The prefix cache. It maps token sequences to the blocks that hold their K and V.
 //
 // A node represents the block_seq_len tokens that follow its parent's tokens. It has one block id
@@ -37,10 +45,10 @@ struct PoolBlock {
 class BlockTrie {
  public:
   // `full_pools` are the pools of the full-attention group; empty if there is no such group.
-  // `events` receives every node that is created or erased. It may be null and must outlive the
-  // trie.
+  // `events` receives every node that is created or erased; with `event_groups`, every block that a
+  // node gains or loses in one of them. It may be null and must outlive the trie.
   BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len,
-            PrefixEvents* events = nullptr);
+            PrefixEvents* events = nullptr, std::vector<EventGroup> event_groups = {});
   ~BlockTrie();
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
@@ -80,15 +88,35 @@ class BlockTrie {
   struct Node;
   Node* Child(Node* parent, std::span<const int32_t> key) const;
   bool MustLeave(const Node& node) const;
+
+  // A node that Insert passed, with what Held returned before and after.
+  struct Passed {
+    uint64_t hash = 0;
+    std::vector<bool> held = {};
+    std::vector<bool> holds = {};
+  };
+  using Lost = std::vector<std::vector<uint64_t>>;  // hashes, indexed as Held
+  // Returns whether the node has a block of each event group. Without event groups, the result is
+  // whether the node exists.
+  std::vector<bool> Held(const Node* node) const;
+  void ReportStored(std::span<const int32_t> tokens, const CacheSalt& salt,
+                    const std::vector<Passed>& path);
+  void ReportLost(Lost lost);
+  size_t num_reports() const { return std::max<size_t>(event_groups_.size(), 1); }
+  std::optional<PrefixGroup> ReportedGroup(size_t report) const;
+
+  // Takes the block of a pool, which the node must have.
+  void TakeBlock(Node* node, int pool, std::vector<PoolBlock>* taken, Lost* lost);
   // Appends the blocks of a node and its descendants to `taken`, and erases the descendants.
-  void TakeSubtree(Node* node, std::vector<PoolBlock>* taken, std::vector<uint64_t>* erased);
-  void EraseEmpty(Node* node, std::vector<uint64_t>* erased);
-  void ReportErased(std::vector<uint64_t> erased);
+  void TakeSubtree(Node* node, std::vector<PoolBlock>* taken, Lost* lost);
+  void EraseEmpty(Node* node, Lost* lost);
+  void NoteErased(const Node& node, Lost* lost) const;
 
   int num_pools_;
   std::vector<int> full_pools_;
   size_t block_seq_len_;
   PrefixEvents* events_;
+  std::vector<EventGroup> event_groups_;
   std::unique_ptr<Node> root_;
   std::vector<std::unordered_map<int, Node*>> node_of_;  // by pool: block → node
 };

@@ -12,14 +12,24 @@ namespace turbomind {
 
 enum class PrefixEventKind : uint8_t { kStored, kRemoved, kCleared };
 
+// What the blocks of an event hold if not all layers share their blocks: K and V of the layers with
+// one window, or the states of all recurrent layers after the block's last token.
+struct PrefixGroup {
+  int index = 0;
+  bool is_state = false;
+  int window = 0;  // as in kv/sliding_window.h; 0 for states
+  bool operator==(const PrefixGroup&) const = default;
+};
+
 // A change of the prefix cache. A block's hash depends on its tokens, the blocks before it and the
 // salt, so that all engines give equal blocks equal hashes.
 struct PrefixEvent {
   PrefixEventKind kind = PrefixEventKind::kCleared;
-  std::vector<uint64_t> blocks = {};    // hashes; for kStored, consecutive blocks of one prefix
-  std::optional<uint64_t> parent = {};  // kStored: the block before them; empty at the beginning
-  std::vector<int32_t> tokens = {};     // kStored: all tokens of `blocks`
-  CacheSalt salt = {};                  // kStored
+  std::vector<uint64_t> blocks = {};      // hashes; for kStored, consecutive blocks of one prefix
+  std::optional<uint64_t> parent = {};    // kStored: the block before them; empty at the beginning
+  std::vector<int32_t> tokens = {};       // kStored: all tokens of `blocks`
+  CacheSalt salt = {};                    // kStored
+  std::optional<PrefixGroup> group = {};  // empty if all layers share their blocks, or for kCleared
 };
 
 // Returns the hash of the block that has the key `key` of BlockTrie below `parent`.

@@ -17,11 +17,37 @@ std::vector<int> FullPools(const KvCache& cache) {
                                     : std::vector<int>{0};
 }
 
+namespace {
+
+// Returns the groups of the events: the layers of each window, and the states. The result is empty
+// if that is one group. Of the cache's groups with equal windows, the first one counts, as in
+// FullPools.
+std::vector<EventGroup> EventGroups(const KvCache& cache) {
+  std::vector<EventGroup> groups;
+  for (int g = 0; g < cache.num_groups(); ++g) {
+    const int window = cache.groups()[static_cast<size_t>(g)].window;
+    if (groups.empty() || groups.back().group.window != window) {
+      const auto index = static_cast<int>(groups.size());
+      groups.push_back({{.index = index, .window = window}, {g}});
+      if (cache.has_window16_pools()) {
+        groups.back().pools.push_back(cache.Window16Pool(g));
+      }
+    }
+  }
+  if (cache.has_states()) {
+    const auto index = static_cast<int>(groups.size());
+    groups.push_back({{.index = index, .is_state = true}, {cache.CheckpointPool()}});
+  }
+  return groups.size() == 1 ? std::vector<EventGroup>() : groups;
+}
+
+}  // namespace
+
 SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching, PrefixEvents* events,
                                  int64_t checkpoint_interval)
     : cache_(cache),
       enable_prefix_caching_(enable_prefix_caching),
-      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len(), events),
+      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len(), events, EventGroups(cache)),
       checkpoint_interval_(checkpoint_interval) {
   for (int pool = 0; pool < cache.num_pools(); ++pool) {
     managers_.emplace_back(cache.num_blocks(pool));

@@ -1,4 +1,4 @@
-"""Tests of 3,500 damaged quantized folders: each is an error of the format or a model."""
+"""Tests of 4,000 damaged quantized folders: each is an error of the format or a model."""
 
 from __future__ import annotations
 
@@ -100,6 +100,17 @@ WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROU
 FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+    "auto-round": (
+        gptq,
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": GROUP,
+            "sym": False,
+            "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+        },
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "compressed-tensors": (
         packed,

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny_families import HYBRID_MODELS
 from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
@@ -62,9 +63,13 @@ def ask(pipe, prompt, *, salt=None):
     assert asyncio.run(run())[-1].finish_reason == "length"
 
 
+def removed_event(*blocks):
+    return SimpleNamespace(kind="removed", blocks=list(blocks), group=None)
+
+
 def test_events_are_encoded_with_the_names_of_vllms_fields():
     stored = SimpleNamespace(kind="stored", blocks=[7, 2**64 - 1], parent=3, tokens=[1, 2, 3, 4])
-    stored.salt = NO_SALT
+    stored.salt, stored.group = NO_SALT, None
     want = {
         "type": "BlockStored",
         "block_hashes": [7, 2**64 - 1],
@@ -79,11 +84,35 @@ def test_events_are_encoded_with_the_names_of_vllms_fields():
     stored.salt = bytes(range(16))
     salt = bytes(range(16)).hex()
     assert encode_event(stored, block_tokens=2) == {**want, "extra_keys": [[salt], [salt]]}
-    removed = SimpleNamespace(kind="removed", blocks=[7])
+    removed = removed_event(7)
     want = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
     assert encode_event(removed, block_tokens=2) == want
     cleared = SimpleNamespace(kind="cleared")
     assert encode_event(cleared, block_tokens=2) == {"type": "AllBlocksCleared"}
+
+
+@pytest.mark.parametrize(
+    ("is_state", "window", "want"),
+    [
+        (False, 0, {"kv_cache_spec_kind": "full_attention"}),
+        (
+            False,
+            512,
+            {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 512},
+        ),
+        (False, -512, {"kv_cache_spec_kind": "chunked_local_attention"}),
+        (True, 0, {"kv_cache_spec_kind": "mamba"}),
+    ],
+)
+def test_events_of_a_group_have_the_fields_of_vllms_groups(is_state, window, want):
+    event = stored(1)
+    fields = encode_event(event, block_tokens=2)
+    event.group = SimpleNamespace(index=1, is_state=is_state, window=window)
+    assert encode_event(event, block_tokens=2) == {**fields, "group_idx": 1, **want}
+    removed = removed_event(7)
+    removed.group = event.group
+    want = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU", "group_idx": 1}
+    assert encode_event(removed, block_tokens=2) == want
 
 
 def test_an_engine_publishes_the_life_of_its_cache(folder, tmp_path):
@@ -126,12 +155,72 @@ def test_an_engine_publishes_the_life_of_its_cache(folder, tmp_path):
     socket.close()
 
 
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hybrid")
+    save_model(make_model(HYBRID_MODELS[0]), path)
+    return str(path)
+
+
+def test_a_hybrid_engine_publishes_blocks_and_checkpoints_as_two_groups(hybrid_folder, tmp_path):
+    endpoint = f"ipc://{tmp_path}/events"
+    config = TurbomindEngineConfig(
+        num_threads=1,
+        session_len=256,
+        cache_block_seq_len=BLOCK,
+        cache_max_entry_count=8,  # blocks
+        kv_events_config={"endpoint": endpoint, "topic": "kv"},
+    )
+    held = {0: set(), 1: set()}  # what a router knows, by group
+
+    def follow(events):
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                for blocks in held.values():
+                    blocks.clear()
+                continue
+            blocks = set(event["block_hashes"])
+            if event["type"] == "BlockStored":
+                assert not blocks & held[event["group_idx"]]
+                held[event["group_idx"]] |= blocks
+            else:
+                assert blocks <= held[event["group_idx"]]
+                held[event["group_idx"]] -= blocks
+
+    with Pipeline(hybrid_folder, config) as pipe:
+        socket = subscribe(endpoint)
+        prompt = [7 + i for i in range(3 * BLOCK)]
+        ask(pipe, prompt)
+        events = collect(socket, 2)[0]
+        attention, state = events
+        follow(events)
+        assert (attention["group_idx"], attention["kv_cache_spec_kind"]) == (0, "full_attention")
+        assert attention["token_ids"] == prompt and len(attention["block_hashes"]) == 3
+        assert (state["group_idx"], state["kv_cache_spec_kind"]) == (1, "mamba")
+        # A prompt leaves checkpoints before its last token, which a hit computes, and after it.
+        assert state["block_hashes"] == attention["block_hashes"][1:]
+        assert state["parent_block_hash"] == attention["block_hashes"][0]
+        assert state["token_ids"] == prompt[BLOCK:]
+        for first in range(50, 70):
+            ask(pipe, [first] * (2 * BLOCK))
+        stats = pipe.engine.stats()
+        assert 0 < stats.checkpoints_kept < 21  # the first ones were evicted
+        want = (stats.blocks_cached, stats.checkpoints_kept)
+        while (len(held[0]), len(held[1])) != want:  # or the socket's time limit ends the test
+            follow(collect(socket, 1)[0])
+        pipe.engine.running.core.clear_prefix_cache()
+        while held[0]:
+            follow(collect(socket, 1)[0])
+        assert not held[1]
+    socket.close()
+
+
 def test_the_replay_socket_repeats_batches_from_a_number(tmp_path):
     address = f"ipc://{tmp_path}/replay"
     config = KvEventsConfig(f"ipc://{tmp_path}/events", replay_endpoint=address, buffer_steps=3)
     publisher = KvEventPublisher(config, block_tokens=2)
     for block in range(5):
-        publisher._publish([SimpleNamespace(kind="removed", blocks=[block])])
+        publisher._publish([removed_event(block)])
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.RCVTIMEO, 5000)
     dealer.connect(address)
@@ -140,9 +229,7 @@ def test_the_replay_socket_repeats_batches_from_a_number(tmp_path):
     received = [dealer.recv_multipart() for _ in range(3)]
     numbers = [int.from_bytes(part[1], "big", signed=True) for part in received]
     assert numbers == [3, 4, -1] and received[-1][2] == b""
-    assert msgpack.unpackb(received[0][2])[1] == [
-        encode_event(SimpleNamespace(kind="removed", blocks=[3]), block_tokens=2)
-    ]
+    assert msgpack.unpackb(received[0][2])[1] == [encode_event(removed_event(3), block_tokens=2)]
     dealer.send_multipart([b"", bytes(8)])
     oldest = int.from_bytes(dealer.recv_multipart()[1], "big")
     assert oldest == 2  # three batches are kept
@@ -155,7 +242,9 @@ def stored(num_blocks, *, first=0):
     """Return the event of a prefix whose blocks have two tokens each."""
     blocks = [2**63 + first + i for i in range(num_blocks)]
     tokens = [2**30 + i for i in range(2 * num_blocks)]
-    return SimpleNamespace(kind="stored", blocks=blocks, parent=9, tokens=tokens, salt=b"s" * 16)
+    event = SimpleNamespace(kind="stored", blocks=blocks, parent=9, tokens=tokens, salt=b"s" * 16)
+    event.group = None
+    return event
 
 
 @contextmanager
@@ -186,7 +275,7 @@ def resident_bytes():
 
 
 def test_large_events_become_batches_of_limited_size(tmp_path):
-    removed = SimpleNamespace(kind="removed", blocks=list(range(5000)))
+    removed = removed_event(*range(5000))
     with published(tmp_path) as publisher:
         publisher._publish([stored(2000), removed, SimpleNamespace(kind="cleared")])
         batches = list(publisher._recent.values())
@@ -257,7 +346,7 @@ def test_a_client_that_leaves_ends_its_replay(tmp_path):
 
 def test_frames_that_are_too_long_end_their_connection(tmp_path):
     with published(tmp_path) as publisher:
-        publisher._publish([SimpleNamespace(kind="removed", blocks=[1])])
+        publisher._publish([removed_event(1)])
         hostile = dealer_of(tmp_path, reconnect_ivl=-1, rcvtimeo=300)
         hostile.send_multipart([b"", bytes(8) + bytes(1 << 20)])
         hostile.send_multipart([b"", bytes(8)])
@@ -278,7 +367,7 @@ def test_too_many_subscriptions_begin_again(tmp_path, caplog):
         time.sleep(0.2)
         for i in range(5000):
             hostile.subscribe(b"%d" % i)
-        removed = SimpleNamespace(kind="removed", blocks=[1])
+        removed = removed_event(1)
         end = time.monotonic() + 5
         while "too many" not in caplog.text and time.monotonic() < end:
             publisher._publish([removed])
@@ -318,7 +407,7 @@ def test_curve_admits_only_clients_with_a_known_key(tmp_path):
         }
 
     with published(tmp_path, **options) as publisher:
-        publisher._publish([SimpleNamespace(kind="removed", blocks=[1])])
+        publisher._publish([removed_event(1)])
         for wrong in ({"rcvtimeo": 500}, keys("stranger")):
             client = dealer_of(tmp_path, **wrong)
             client.send_multipart([b"", bytes(8)])

@@ -100,6 +100,16 @@ def test_dashboard_reads_metrics_that_exist(
             check_expression(target["expr"], exposed)
 
 
+def test_dashboard_shows_every_pool(
+    dashboard: dict[str, Any], exposed: dict[str, set[str]]
+) -> None:
+    pools = {
+        name for name in exposed if re.match(r"lmdeploy:(kv_cache\w*_blocks|state_chec)", name)
+    }
+    assert len(pools) == 8
+    assert pools <= set(METRIC_NAME.findall(json.dumps(dashboard)))
+
+
 def test_alerts_read_metrics_that_exist(
     rules: list[dict[str, Any]], exposed: dict[str, set[str]]
 ) -> None:
