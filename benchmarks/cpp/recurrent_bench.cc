@@ -92,7 +92,7 @@ class HeadsStep {
               .value_heads = shape.heads,
               .key_dim = shape.key_dim,
               .value_dim = shape.value_dim,
-              .state = {{pool, static_cast<int64_t>(shape.state_bytes())}, {}},
+              .state = {pool, static_cast<int64_t>(shape.state_bytes())},
               .states = {.slots = slots_.data()},
               .batch = {.num_seqs = num_seqs,
                         .num_decode = num_tokens == 1 ? num_seqs : 0,
@@ -108,7 +108,7 @@ class HeadsStep {
   // Computes the step for every layer.
   void Run() {
     for (int layer = 0; layer < num_layers_; ++layer) {
-      heads_.state.working.data = pool_ + static_cast<size_t>(layer) * layer_bytes_;
+      heads_.state.data = pool_ + static_cast<size_t>(layer) * layer_bytes_;
       if (scans_) {
         invokeSelectiveScan(device_, {.heads = heads_, .skip = of_head_.data()});
       } else {

@@ -23,7 +23,7 @@ logger = logging.getLogger("lmdeploy")
 
 
 def _state_format(config: TurbomindEngineConfig) -> str:
-    """Return the format of checkpoints. That of auto is measured (docs/hybrid_models.md)."""
+    """Return the format of checkpoints. That of auto is measured (docs/kv_cache.md)."""
     if config.state_checkpoint_format != "auto":
         return config.state_checkpoint_format
     return "f32" if config.deterministic or config.exact else "bf16"

@@ -84,7 +84,7 @@ def _gguf_pattern(config: ConfigReader) -> str:
     )
 
 
-def _layers(config: ConfigReader, num_layers: int, kinds: str) -> tuple[bool, ...]:
+def _layers(config: ConfigReader, num_layers: int, *, kinds: str) -> tuple[bool, ...]:
     pattern = _pattern(config)
     if len(pattern) != num_layers:
         raise config.refuse(
@@ -94,18 +94,18 @@ def _layers(config: ConfigReader, num_layers: int, kinds: str) -> tuple[bool, ..
 
 
 def _recurrent(config: ConfigReader, num_layers: int) -> RecurrentSettings:
-    return mamba2_settings(config, _layers(config, num_layers, _MAMBA), keys=_KEYS)
+    return mamba2_settings(config, _layers(config, num_layers, kinds=_MAMBA), keys=_KEYS)
 
 
 def _branches(config: ConfigReader, num_layers: int) -> BranchSettings:
     return BranchSettings(
-        attention=_layers(config, num_layers, _ATTENTION),
-        feed_forward=_layers(config, num_layers, _DENSE + _EXPERTS),
+        attention=_layers(config, num_layers, kinds=_ATTENTION),
+        feed_forward=_layers(config, num_layers, kinds=_DENSE + _EXPERTS),
     )
 
 
 def _experts(config: ConfigReader, num_layers: int) -> MoeSettings | None:
-    layers = _layers(config, num_layers, _EXPERTS)
+    layers = _layers(config, num_layers, kinds=_EXPERTS)
     if not any(layers):
         return None
     latent = 0

@@ -78,7 +78,7 @@ void Batch::BuildStates(const SequenceManager& manager) {
       if (save.slot >= 0) {
         saves.push_back({.sequence = static_cast<int32_t>(state_slots.size()),
                          .num_tokens = static_cast<int32_t>(num_tokens),
-                         .checkpoint = save.slot});
+                         .slot = save.slot});
       }
       if (save.checkpoint >= 0) {
         checkpoints.push_back(

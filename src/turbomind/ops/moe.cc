@@ -82,14 +82,14 @@ void CheckParams(const MoeParams& p) {
         "the tokens must fit into the scratch memory");
 }
 
-void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int64_t y_stride,
-             int num_rows, bool accumulate = false) {
+void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int num_rows,
+             bool accumulate = false) {
   device.Linear({.x = x,
                  .x_stride = matrix.weight->cols,
                  .parts = &matrix,
                  .num_parts = 1,
                  .y = y,
-                 .y_stride = y_stride,
+                 .y_stride = matrix.weight->rows,
                  .num_rows = num_rows,
                  .accumulate = accumulate});
 }
@@ -106,7 +106,7 @@ void Activate(Device& device, const MoeParams& p, const GatedActivationParams& r
 
 void Route(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
-  Project(device, layer.router, p.x, p.scratch.logits, layer.num_experts, p.num_tokens);
+  Project(device, layer.router, p.x, p.scratch.logits, p.num_tokens);
   device.RouteExperts({.logits = p.scratch.logits,
                        .ids = p.scratch.ids,
                        .weights = p.scratch.weights,
@@ -156,7 +156,7 @@ void RunExperts(Device& device, const MoeParams& p) {
   const int64_t inner = layer.intermediate_size;
   const bool is_latent = layer.latent_size > 0;
   if (is_latent) {
-    Project(device, layer.latent_down, p.x, scratch.latent, layer.latent_size, p.num_tokens);
+    Project(device, layer.latent_down, p.x, scratch.latent, p.num_tokens);
   }
   GroupedPart part = {
       .x = is_latent ? scratch.latent : p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
@@ -191,8 +191,7 @@ void RunExperts(Device& device, const MoeParams& p) {
                          .scale = layer.scale,
                          .accumulate = p.accumulate && !is_latent});
   if (is_latent) {
-    Project(device, layer.latent_up, scratch.latent, p.out, layer.hidden_size, p.num_tokens,
-            p.accumulate);
+    Project(device, layer.latent_up, scratch.latent, p.out, p.num_tokens, p.accumulate);
   }
 }
 
@@ -202,7 +201,7 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
   const int inner = layer.shared_intermediate_size;
   const bool weighted = layer.shared_router.weight != nullptr;
   if (weighted) {
-    Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
+    Project(device, layer.shared_router, p.x, scratch.weights, p.num_tokens);
   }
   const LinearPart gate_up[] = {layer.shared_gate, layer.shared_up};
   const int num_parts = layer.num_inputs();
@@ -214,8 +213,7 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
                  .y_stride = num_parts * int64_t{inner},
                  .num_rows = p.num_tokens});
   Activate(device, p, {.num_rows = p.num_tokens, .dim = inner});
-  Project(device, layer.shared_down, scratch.activated, scratch.output, layer.hidden_size,
-          p.num_tokens);
+  Project(device, layer.shared_down, scratch.activated, scratch.output, p.num_tokens);
   device.CombineExperts({.y = scratch.output,
                          .weights = weighted ? scratch.weights : nullptr,
                          .sigmoid = weighted,

@@ -16,22 +16,19 @@ void CheckView(const StateView& view, int64_t num_values) {
 }
 
 // Checks the slots of a step, and where a layer's state of `num_values` values lies in them.
-void CheckStates(const BatchView& batch, const StateBatch& states, const StatePair& pair,
+void CheckStates(const BatchView& batch, const StateBatch& states, const StateView& view,
                  int64_t num_values) {
-  CheckView(pair.working, num_values);
+  CheckView(view, num_values);
   Check(states.slots != nullptr, "the slots must be set");
   for (int seq = 0; seq < batch.num_seqs; ++seq) {
     Check(states.slots[seq] >= 0, "every sequence must have a slot");
   }
   Check(states.num_saves == 0 || (states.num_saves > 0 && states.saves != nullptr),
         "the saves must be set");
-  if (states.num_saves > 0) {
-    CheckView(pair.checkpoints, num_values);
-  }
   for (int i = 0; i < states.num_saves; ++i) {
     const StateSave& save = states.saves[i];
-    Check(save.sequence >= 0 && save.sequence < batch.num_seqs && save.checkpoint >= 0,
-          "a save must name a sequence and a checkpoint");
+    Check(save.sequence >= 0 && save.sequence < batch.num_seqs && save.slot >= 0,
+          "a save must name a sequence and a slot");
     const int32_t* first = batch.cu_seqlens + save.sequence;
     Check(save.num_tokens > 0 && save.num_tokens <= first[1] - first[0],
           "a save must follow a new token of its sequence");
@@ -98,7 +95,6 @@ void invokeGatedDelta(Device& device, const GatedDeltaParams& params) {
 void invokeSelectiveScan(Device& device, const SelectiveScanParams& params) {
   CheckHeads(params.heads);
   Check(params.skip != nullptr, "skip must be set");
-  Check(params.dt_min <= params.dt_max, "dt_min must be at most dt_max");
   device.SelectiveScan(params);
 }
 

@@ -8,7 +8,6 @@
 // into steps. The state before the first position of a sequence is zero, whatever its slot holds.
 
 #include <cstdint>
-#include <limits>
 
 #include "turbomind/kv/state_view.h"
 #include "turbomind/ops/params.h"
@@ -19,22 +18,16 @@ namespace turbomind {
 struct StateSave {
   int32_t sequence = 0;    // index in the batch
   int32_t num_tokens = 0;  // 1 to the sequence's new tokens - 1
-  int32_t checkpoint = 0;  // slot in the pool of checkpoints
+  int32_t slot = 0;        // where it is written; no slot is used twice in a step
 };
 
 // The states of a step. All layers share it. The arrays are on the host, as those of BatchView.
-// StepParams has them, too.
+// StepParams has them, too. The StateView of an op is one array of a layer's state: it is read from
+// the sequence's slot, and its new value is written there and to the slots of its saves.
 struct StateBatch {
-  const int32_t* slots = nullptr;    // [num_seqs] slot in the pool of working states
+  const int32_t* slots = nullptr;    // [num_seqs]
   const StateSave* saves = nullptr;  // [num_saves], ascending by sequence, then by num_tokens
   int num_saves = 0;
-};
-
-// Where one array of a layer's state is read and written: it is read from the sequence's working
-// slot, and its new value is written there and to the checkpoints of StateBatch::saves.
-struct StatePair {
-  StateView working;
-  StateView checkpoints;
 };
 
 // Convolves every channel with the last `kernel` inputs of its sequence, its own included:
@@ -54,7 +47,7 @@ struct ShortConvolutionParams {
   int channels = 0;               // a multiple of 16
   int kernel = 0;                 // 2 to kMaxConvolutionKernel
   bool silu = true;
-  StatePair state;  // [kernel - 1, channels]
+  StateView state;  // [kernel - 1, channels]
   StateBatch states;
   BatchView batch;  // block tables are not read
 };
@@ -80,7 +73,7 @@ struct StateHeads {
   int key_dim = 0;      // a multiple of 16, at most kMaxStateDim
   int value_dim = 0;    // same
   bool tiled = false;   // the value heads of a key head are not adjacent: GGUF
-  StatePair state;      // [value_heads, key_dim, value_dim]
+  StateView state;      // [value_heads, key_dim, value_dim]
   StateBatch states;
   BatchView batch;  // block tables are not read
 
@@ -100,14 +93,12 @@ struct GatedDeltaParams {
 };
 
 // Selective scan of Mamba-2, whose C, B and x are q, k and v. For each token:
-//   dt = softplus(a[h] + dt_bias[h]), but at least dt_min and at most dt_max
+//   dt = softplus(a[h] + dt_bias[h])
 //   S = exp(-decay[h] * dt) * S + k ⊗ (dt * v[h])
 //   out[h] = Sᵀ q + skip[h] * v[h]
 struct SelectiveScanParams {
   StateHeads heads;
   const float* skip = nullptr;  // [value_heads]
-  float dt_min = 0.f;
-  float dt_max = std::numeric_limits<float>::infinity();
 };
 
 // Normalizes runs of `group` values and multiplies with a gate:

@@ -75,7 +75,7 @@ TEST_CASE("slots and saves of states are copied to the GPU") {
   const std::vector<StateSave> found = Read(on_gpu.saves, 2, s.stream);
   CHECK(found[1].sequence == 1);
   CHECK(found[1].num_tokens == 3);
-  CHECK(found[1].checkpoint == 5);
+  CHECK(found[1].slot == 5);
   params.states = nullptr;
   arrays.Upload(params);
   CHECK(!arrays.shape().has_states);

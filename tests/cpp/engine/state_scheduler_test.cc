@@ -87,7 +87,7 @@ struct HashDevice {
         while (next < states.num_saves && states.saves[next].sequence == s &&
                states.saves[next].num_tokens == t + 1 - begin) {
           Check(t + 1 < end, "the last state must be in the sequence's slot");
-          working.at(static_cast<size_t>(states.saves[next++].checkpoint)) = state;
+          working.at(static_cast<size_t>(states.saves[next++].slot)) = state;
         }
       }
       slot = state;
@@ -278,7 +278,7 @@ TEST_CASE("a draft is as long as the slots allow") {
   }
   sequence->tokens.push_back(1);  // one token of the draft is right
   sequence->tokens.push_back(7);
-  const int32_t slot = batch.saves[1].checkpoint;
+  const int32_t slot = batch.saves[1].slot;
   planner.scheduler.StepDone();
   const Batch& next = planner.scheduler.Plan();
   CHECK(sequence->draft.size() == 3);

@@ -169,25 +169,33 @@ struct Sequences {
     }
     std::ranges::sort(checkpoints);
     const int num_checkpoints = checkpoints.empty() ? 0 : checkpoints.back() + 1;
-    const StatePool working(device, 2 * num_seqs + kSpare, op.state_size(), stale);
-    const StatePool kept(device, num_checkpoints + kSpare, op.state_size(), stale);
-    const StatePair pools = {working.view(), kept.view()};
+    const int first_save = 2 * num_seqs + kSpare;  // the slot of save 0
+    const StatePool pool(device, first_save + num_checkpoints + kSpare, op.state_size(), stale);
     RecurrentResult result = {std::vector<Floats>(rows.size()), {}, {}};
     std::vector<int> lengths(rows.size());
     std::unique_ptr<Arrays> arrays;
     for (const Parts& parts : steps) {
-      const RecurrentStep step(parts, lengths, slots);
+      RecurrentStep step(parts, lengths, slots);
+      for (StateSave& save : step.saves) {
+        save.slot += first_save;
+      }
       const Floats in = RowsOf(parts, lengths);
       // Steps of the same shape use the same memory, so that a device can replay them.
       if (arrays == nullptr || arrays->num_tokens != step.batch().num_tokens) {
         arrays = std::make_unique<Arrays>(op, device, step.batch().num_tokens);
       }
       arrays->Write(in);
-      step.Run(device, [&] { op.Launch(device, *arrays, pools, step); });
+      step.Run(device, [&] { op.Launch(device, *arrays, pool.view(), step); });
       Append(arrays->out.Read(), parts, lengths, result.out);
     }
-    result.states = working.Read(slots);
-    result.checkpoints = kept.Read(checkpoints);
+    std::vector<int> written = slots;
+    for (const int checkpoint : checkpoints) {
+      written.push_back(first_save + checkpoint);
+    }
+    result.states = pool.Read(written);
+    const auto saved = result.states.begin() + num_seqs;
+    result.checkpoints.assign(saved, result.states.end());
+    result.states.erase(saved, result.states.end());
     return result;
   }
 
@@ -286,7 +294,7 @@ struct ConvolutionOp {
     DeviceArray<float> x, weight, bias, out;
   };
 
-  void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
+  void Launch(Device& device, const Arrays& arrays, const StateView& pool,
               const RecurrentStep& step) const {
     const float* x = arrays.x.data();
     invokeShortConvolution(device, {.x = x,
@@ -299,7 +307,7 @@ struct ConvolutionOp {
                                     .channels = channels,
                                     .kernel = kernel,
                                     .silu = silu,
-                                    .state = pools,
+                                    .state = pool,
                                     .states = step.states(),
                                     .batch = step.batch()});
   }

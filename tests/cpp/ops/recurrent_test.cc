@@ -42,7 +42,7 @@ struct Arguments {
                    .out = other,
                    .channels = 16,
                    .kernel = 4,
-                   .state = {pool, pool},
+                   .state = pool,
                    .states = step.states(),
                    .batch = step.batch()};
     delta = {.heads = {.q = floats,
@@ -58,7 +58,7 @@ struct Arguments {
                        .value_heads = 2,
                        .key_dim = 64,
                        .value_dim = 32,
-                       .state = {pool, pool},
+                       .state = pool,
                        .states = step.states(),
                        .batch = step.batch()},
              .b = floats};
@@ -103,7 +103,6 @@ TEST_CASE("correct arguments of recurrent layers reach the device") {
   invokeSelectiveScan(arguments.device, arguments.scan);
   arguments.delta.heads.states.num_saves = 0;
   arguments.delta.heads.states.saves = nullptr;
-  arguments.delta.heads.state.checkpoints = {};
   invokeGatedDelta(arguments.device, arguments.delta);
   CHECK(arguments.device.calls == 5);
 }
@@ -116,7 +115,7 @@ TEST_CASE("slots and saves that cannot be are refused") {
   both("every sequence must have a slot", [](RecurrentStep& s) { s.slots[1] = -1; });
   both("must name a sequence", [](RecurrentStep& s) { s.saves[2].sequence = 2; });
   both("must name a sequence", [](RecurrentStep& s) { s.saves[0].sequence = -1; });
-  both("must name a sequence", [](RecurrentStep& s) { s.saves[1].checkpoint = -1; });
+  both("must name a sequence", [](RecurrentStep& s) { s.saves[1].slot = -1; });
   both("must follow a new token", [](RecurrentStep& s) { s.saves[0].num_tokens = 0; });
   both("must follow a new token", [](RecurrentStep& s) { s.saves[2].num_tokens = 4; });
   both("saves must ascend", [](RecurrentStep& s) { s.saves[2].num_tokens = 1; });
@@ -143,10 +142,9 @@ TEST_CASE("shapes that the kernels do not have are refused") {
   convolution("must not overlap", [](Convolution& p) { p.in_gate = p.out + 63; });
   convolution("must not overlap", [](Convolution& p) { p.out_gate = p.out - 75; });
   convolution("x, weight and out", [](Convolution& p) { p.weight = nullptr; });
-  convolution("pools of states", [](Convolution& p) { p.state.working.data = nullptr; });
-  convolution("pools of states", [](Convolution& p) { p.state.checkpoints.data = nullptr; });
-  convolution("slot_bytes", [](Convolution& p) { p.state.working.slot_bytes = 128; });
-  convolution("slot_bytes", [](Convolution& p) { p.state.checkpoints.slot_bytes = 1000; });
+  convolution("pools of states", [](Convolution& p) { p.state.data = nullptr; });
+  convolution("slot_bytes", [](Convolution& p) { p.state.slot_bytes = 128; });
+  convolution("slot_bytes", [](Convolution& p) { p.state.slot_bytes = 1000; });
 
   using Heads = StateHeads;
   const auto heads = [](const std::string& text, const std::function<void(Heads&)>& change) {
@@ -168,7 +166,7 @@ TEST_CASE("shapes that the kernels do not have are refused") {
   heads("gate_stride", [](Heads& p) { p.gate_stride = 1; });
   heads("q, k, v and out", [](Heads& p) { p.v = nullptr; });
   heads("a, decay and dt_bias", [](Heads& p) { p.dt_bias = nullptr; });
-  heads("slot_bytes", [](Heads& p) { p.state.working.slot_bytes = (1 << 14) - 64; });
+  heads("slot_bytes", [](Heads& p) { p.state.slot_bytes = (1 << 14) - 64; });
 
   Arguments arguments;
   CHECK_THROWS_WITH_AS(
@@ -177,9 +175,4 @@ TEST_CASE("shapes that the kernels do not have are refused") {
   CHECK_THROWS_WITH_AS(
       invokeSelectiveScan(arguments.device, {.heads = arguments.scan.heads, .skip = nullptr}),
       doctest::Contains("skip must be set"), InternalError);
-  for (const float dt_max : {-1.f, kNan}) {
-    arguments.scan.dt_max = dt_max;
-    CHECK_THROWS_WITH_AS(invokeSelectiveScan(arguments.device, arguments.scan),
-                         doctest::Contains("dt_min must be"), InternalError);
-  }
 }

@@ -47,8 +47,6 @@ struct StateMatrix {
 
 struct DeltaRule {
   static constexpr int kGates = 2;  // b and a
-  static constexpr double kDtMin = 0;
-  static constexpr double kDtMax = kInf;
   static float QueryScale(int) { return 1; }
 
   template <class Arrays>
@@ -82,15 +80,12 @@ struct DeltaRule {
 
 struct ScanRule {
   static constexpr int kGates = 1;  // a
-  static constexpr float kDtMin = 0.25f;
-  static constexpr float kDtMax = 4.f;
   // Returns the length of queries for which outputs of every key_dim have one size.
   static float QueryScale(int key_dim) { return 1 / std::sqrt(static_cast<float>(key_dim)); }
 
   template <class Arrays>
   static void Launch(Device& device, const StateHeads& heads, const Arrays& arrays) {
-    invokeSelectiveScan(
-        device, {.heads = heads, .skip = arrays.skip.data(), .dt_min = kDtMin, .dt_max = kDtMax});
+    invokeSelectiveScan(device, {.heads = heads, .skip = arrays.skip.data()});
   }
 
   static std::vector<double> AddToken(const HeadToken& token, StateMatrix& state) {
@@ -170,7 +165,7 @@ struct HeadsOp {
     DeviceArray<float> qkv, gates, decay, dt_bias, skip, out;
   };
 
-  void Launch(Device& device, const Arrays& arrays, const StatePair& pools,
+  void Launch(Device& device, const Arrays& arrays, const StateView& pool,
               const RecurrentStep& step) const {
     Rule::Launch(device,
                  {.q = arrays.qkv.data(),
@@ -187,7 +182,7 @@ struct HeadsOp {
                   .key_dim = key_dim,
                   .value_dim = value_dim,
                   .tiled = tiled,
-                  .state = pools,
+                  .state = pool,
                   .states = step.states(),
                   .batch = step.batch()},
                  arrays);
@@ -207,8 +202,7 @@ struct HeadsOp {
         const auto gates = row + qkv_size() + head;
         const auto at = static_cast<size_t>(head);
         const double a = gates[gates_size() - value_heads];
-        const double dt = std::clamp(std::log1p(std::exp(a + bias[at])), double{Rule::kDtMin},
-                                     double{Rule::kDtMax});
+        const double dt = std::log1p(std::exp(a + bias[at]));
         const HeadToken token = {.q = {q, q + key_dim},
                                  .k = {q + keys(), q + keys() + key_dim},
                                  .v = {v, v + value_dim},

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
   const StateHeads& p = params.heads;
   HeadState<kWarps> state(p);
   SequenceStep step(p.batch, p.states, state.seq);
-  state.Load(p.state.working.At(step.slot), step.is_first);
+  state.Load(p.state.At(step.slot), step.is_first);
   const float decay_rate = LoadGlobal(p.decay + state.head);
   const float dt_bias = LoadGlobal(p.dt_bias + state.head);
   const float root = sqrtf(static_cast<float>(p.key_dim));
@@ -102,11 +102,11 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
       state.rows[j] = decay * state.rows[j] + k[j] * scaled;
     }
     if (step.save_tokens == t + 1) {
-      state.Store(p.state.checkpoints.At(step.checkpoint));
+      state.Store(p.state.At(step.save_slot));
       step.FindSave(state.seq);
     }
   }
-  state.Store(p.state.working.At(step.slot));
+  state.Store(p.state.At(step.slot));
 }
 
 }  // namespace turbomind::cuda

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
   const StateHeads& p = params.heads;
   HeadState<kWarps> state(p);
   SequenceStep step(p.batch, p.states, state.seq);
-  state.Load(p.state.working.At(step.slot), step.is_first);
+  state.Load(p.state.At(step.slot), step.is_first);
   const float decay_rate = LoadGlobal(p.decay + state.head);
   const float dt_bias = LoadGlobal(p.dt_bias + state.head);
   const float skip = LoadGlobal(params.skip + state.head);
@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
     // Lane i has the factors of token i.
     const int64_t own_row = first_row + (state.lane < count ? state.lane : 0);
     const float a = LoadGlobal(p.a + own_row * p.gate_stride + state.head);
-    float dt = Softplus(a + dt_bias);  // NaN stays
-    dt = dt < params.dt_min ? params.dt_min : dt > params.dt_max ? params.dt_max : dt;
+    const float dt = Softplus(a + dt_bias);
     const float decay = expf(-decay_rate * dt);
     for (int i = 0; i < count; ++i) {
       const int64_t row = first_row + i;
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
       }
       StoreShared(sum_of(i, state.warp), sum);
       if (step.save_tokens == first + i + 1) {
-        state.Store(p.state.checkpoints.At(step.checkpoint));
+        state.Store(p.state.At(step.save_slot));
         step.FindSave(state.seq);
       }
     }
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
     }
     SyncBlock();  // before a warp overwrites the sums
   }
-  state.Store(p.state.working.At(step.slot));
+  state.Store(p.state.At(step.slot));
 }
 
 }  // namespace turbomind::cuda

@@ -27,16 +27,16 @@ struct SequenceStep {
   TM_DEVICE void FindSave(int seq) {
     const bool has_save = save != last_save && LoadGlobal(&save->sequence) == seq;
     save_tokens = has_save ? LoadGlobal(&save->num_tokens) : 0;
-    checkpoint = has_save ? LoadGlobal(&save->checkpoint) : 0;
+    save_slot = has_save ? LoadGlobal(&save->slot) : 0;
     save += has_save ? 1 : 0;
   }
 
   int64_t slot;
   int64_t first_token;
   int num_tokens;
-  bool is_first;       // the state is zero
-  int save_tokens;     // the next save follows so many new tokens; 0: there is none
-  int64_t checkpoint;  // of this save
+  bool is_first;      // the state is zero
+  int save_tokens;    // the next save follows so many new tokens; 0: there is none
+  int64_t save_slot;  // of this save
   const StateSave* save;
   const StateSave* last_save;
 };

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(32 * kConvolutionWarps)
   const int seq = BlockIndexX() / runs;
   SequenceStep step(p.batch, p.states, seq);
   const int history = p.kernel - 1;
-  float* state = p.state.working.At(step.slot);
+  float* state = p.state.At(step.slot);
   // Return the input of a token, counted from the first new one.
   const auto input = [&](int t) {
     if (!has_channel || (t < 0 && step.is_first)) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * kConvolutionWarps)
   for (; warp < history && step.save_tokens > 0; step.FindSave(seq)) {
     const float value = input(step.save_tokens - history + warp);
     if (has_channel) {
-      StoreGlobal(p.state.checkpoints.At(step.checkpoint) + offset, value);
+      StoreGlobal(p.state.At(step.save_slot) + offset, value);
     }
   }
   const float last = warp < history ? input(step.num_tokens - history + warp) : 0.f;

@@ -160,7 +160,7 @@ struct Block {
 template <int N>
 void RunTokens(const DeltaHead& head, const SequenceStep& step, int column) {
   const StateHeads& p = *head.heads;
-  float* state = head.State(p.state.working, step.slot) + column;
+  float* state = head.State(p.state, step.slot) + column;
   Block<N> block;
   block.Fill(step.is_first ? nullptr : state, p.key_dim, p.value_dim);
   Factors factors;
@@ -191,7 +191,7 @@ void RunToken(const DeltaHead& head, const SequenceStep& step, const ColumnRun& 
   const StateHeads& p = *head.heads;
   const int columns = run.end - run.begin;
   const int64_t stride = p.value_dim;
-  float* state = head.State(p.state.working, step.slot) + run.begin;
+  float* state = head.State(p.state, step.slot) + run.begin;
   const float* k = head.K(0);
   const float* q = head.Q(0);
   Factors factors;

@@ -52,7 +52,7 @@ void RunTokens(const SelectiveScanParams& params, const Head& head, const Sequen
                int column) {
   const StateHeads& p = params.heads;
   alignas(64) float block[kMaxStateDim * N * kLanes];
-  float* state = head.State(p.state.working, step.slot) + column;
+  float* state = head.State(p.state, step.slot) + column;
   Rows<const float> from = {state, p.value_dim};
   if (step.is_first) {
     from = {kZeros, 0};
@@ -65,8 +65,7 @@ void RunTokens(const SelectiveScanParams& params, const Head& head, const Sequen
     const int lane = t % kLanes;
     if (lane == 0) {
       const int left = step.num_tokens - t;
-      const F32x16 all = head.Steps(t, left < kLanes ? left : kLanes);
-      const F32x16 lengths = Min(Set1(params.dt_max), Max(Set1(params.dt_min), all));
+      const F32x16 lengths = head.Steps(t, left < kLanes ? left : kLanes);
       Store(steps, lengths);
       Store(decays, head.Decays(lengths));
     }

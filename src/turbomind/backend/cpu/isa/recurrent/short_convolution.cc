@@ -103,7 +103,7 @@ void ConvolveAny(const ShortConvolutionParams& p, const Inputs& inputs, const Se
 
 void ShortConvolutionRun(const ShortConvolutionParams& params, const SequenceStep& step,
                          const ChannelRun& run) {
-  float* state = params.state.working.At(step.slot) + run.begin;
+  float* state = params.state.At(step.slot) + run.begin;
   const int64_t first = step.first_token * params.x_stride + run.begin;
   const Inputs inputs = {.x = params.x + first,
                          .gate = params.in_gate != nullptr ? params.in_gate + first : nullptr,
@@ -118,7 +118,7 @@ void ShortConvolutionRun(const ShortConvolutionParams& params, const SequenceSte
   }
   for (int i = 0; i < step.num_saves; ++i) {
     const StateSave& save = step.saves[i];
-    float* to = params.state.checkpoints.At(save.checkpoint) + run.begin;
+    float* to = params.state.At(save.slot) + run.begin;
     WriteState(inputs, save.num_tokens, run, to);
   }
   WriteState(inputs, step.num_tokens, run, state);

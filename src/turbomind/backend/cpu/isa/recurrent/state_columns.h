@@ -100,7 +100,7 @@ class Saves {
     if (next_ == end_ || next_->num_tokens != num_tokens) {
       return nullptr;
     }
-    return head_.State(head_.heads->state.checkpoints, next_++->checkpoint);
+    return head_.State(head_.heads->state, next_++->slot);
   }
 
  private:

@@ -1,4 +1,4 @@
-// ⑥⑦ The recurrent layers of the forward pass.
+// ⑥⑦ The branches of the forward pass that mix tokens: attention, recurrent layers, or their sum.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,6 +7,70 @@
 #include "turbomind/ops/recurrent.h"
 
 namespace turbomind {
+
+bool Decoder::Mix(int index, const float* x, const DecoderInput& input, bool only_rows) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  const bool recurs = model().recurrent.Has(index);
+  const bool attends = model().HasAttention(index);
+  if (recurs) {
+    Recur(index, x, input);
+  }
+  if (attends && !Attend(index, x, input, only_rows)) {
+    return false;
+  }
+  if (!only_rows) {
+    return true;
+  }
+  if (input.rows.empty()) {
+    return false;
+  }
+  GatherRows(input.rows, scratch_.hidden, model().hidden_size);
+  if (attends) {
+    GatherRows(input.rows, scratch_.attended, layer.output.cols());
+  }
+  if (recurs) {
+    GatherRows(input.rows, scratch_.mixed, layer.recurrent.output.cols());
+  }
+  if (model().parallel) {
+    GatherRows(input.rows, scratch_.normed, model().hidden_size);
+  }
+  return true;
+}
+
+// Computes `attended`. Returns false after K and V are written if no row is needed.
+bool Decoder::Attend(int index, const float* x, const DecoderInput& input, bool only_rows) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
+  const BatchView& batch = input.batch[static_cast<size_t>(cache.group)];
+  Project(layer.qkv, nullptr, x, {scratch_.qkv, batch.num_tokens});
+  WriteKv(index, batch);
+  if (only_rows && input.rows.empty()) {
+    return false;
+  }
+  Attention(index, batch, !only_rows || input.rows.back() >= batch.num_decode);
+  if (model().attention_gate) {
+    Project(layer.attention_gate, layer.attention_gate.bias.data, x,
+            {scratch_.attention_gate, batch.num_tokens});
+    device_.SigmoidGate({.x = scratch_.attended,
+                         .gate = scratch_.attention_gate,
+                         .count = batch.num_tokens * layer.attention_gate.rows()});
+  }
+  return true;
+}
+
+// Computes the branch of `attended`, of `mixed`, or of their sum.
+void Decoder::AddMixers(int index, int num_rows) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  Output out = BranchOutput(0, num_rows);
+  if (model().HasAttention(index)) {
+    Project(layer.output, layer.output.bias.data, scratch_.attended, out);
+    out.accumulate = true;
+  }
+  if (model().recurrent.Has(index)) {
+    const LinearWeight& output = layer.recurrent.output;
+    Project(output, output.bias.data, scratch_.mixed, out);
+  }
+}
 
 StateCopyParams Decoder::CopiesOf(std::span<const StateCopy> copies) const {
   return {.states = config_.states,
@@ -36,7 +100,7 @@ void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
                                    .channels = static_cast<int>(shape.Channels()),
                                    .kernel = shape.kernel,
                                    .silu = !only_convolves,
-                                   .state = {cache.convolution, cache.convolution},
+                                   .state = cache.convolution,
                                    .states = input.states,
                                    .batch = batch});
   if (only_convolves) {
@@ -72,7 +136,7 @@ void Decoder::UpdateMatrices(int index, const DecoderInput& input) {
                       .key_dim = shape.key_dim,
                       .value_dim = shape.value_dim,
                       .tiled = shape.tiled,
-                      .state = {cache.matrices, cache.matrices},
+                      .state = cache.matrices,
                       .states = input.states,
                       .batch = input.batch.front()};
   if (shape.rule == RecurrentRule::kSelectiveScan) {
