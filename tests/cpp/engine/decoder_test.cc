@@ -67,7 +67,8 @@ class Steps {
   std::vector<LayerCache> Layers() const {
     std::vector<LayerCache> layers;
     for (int i = 0; i < model_.num_layers; ++i) {
-      layers.push_back({.kv = cache_.LayerView(i), .window16 = {}, .rule = cache_.rule(i)});
+      layers.push_back(
+          {.kv = cache_.LayerView(i), .window16 = {}, .rule = cache_.rule(i), .group = 0});
     }
     return layers;
   }

@@ -216,7 +216,7 @@ TEST_CASE("the planned scratch is what the decoder reserves") {
         config.max_prefill_token_num = tokens;
         const auto device = MakeCpuDevice(1);
         const std::vector<float> mean(1);
-        LayerCache cache;
+        LayerCache cache = {.kv = {}, .window16 = {}, .rule = {}, .group = 0};
         if (has_mean) {
           config.kv_quality.calibration.k_mean.assign(static_cast<size_t>(model.num_layers), mean);
           cache.k_mean = mean.data();
