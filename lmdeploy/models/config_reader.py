@@ -132,6 +132,10 @@ class ConfigReader:
         """Return a reader that uses `defaults` for missing keys, but not for null values."""
         return ConfigReader({**defaults, **self._values}, self.source, names=self._names)
 
+    def with_values(self, values: Mapping[str, Any]) -> "ConfigReader":
+        """Return a reader with `values`, also in place of others."""
+        return ConfigReader({**self._values, **values}, self.source, names=self._names)
+
     def child(self, key: str) -> "ConfigReader | None":
         """Return the object under the key, or None if it is missing, null or empty."""
         value = self._values.get(key)

@@ -137,7 +137,7 @@ def _bias(config: ConfigReader) -> tuple[str, ...]:
 
 def _derived(config: ConfigReader) -> Mapping[str, Any]:
     """Return the number of layers, which transformers 5 does not store."""
-    return {"num_hidden_layers": len(_pattern(config))}
+    return {} if config.has("num_hidden_layers") else {"num_hidden_layers": len(_pattern(config))}
 
 
 def _gguf_defaults(config: ConfigReader) -> Mapping[str, Any]:

@@ -245,6 +245,31 @@ def test_a_bad_value_of_a_structure_is_refused(
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "removed"),
+    [
+        ("granite-4-h", {"mamba_d_head": "auto"}, ()),
+        ("falcon-h1", {"mamba_d_head": "auto"}, ()),
+        ("falcon-h1", {"mamba_d_head": "auto", "mamba_d_ssm": 96}, ("mamba_expand",)),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [2]}, ()),
+        ("lfm2", {"full_attn_idxs": [2]}, ("layer_types",)),
+        ("lfm2", {"tie_embedding": True, "tie_word_embeddings": False}, ()),
+        ("lfm2-moe", {"tie_embedding": True, "tie_word_embeddings": False}, ()),
+        ("nemotron-h", {"num_hidden_layers": 7}, ()),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_derived_value_is_that_of_transformers(
+    name: str, change: dict[str, Any], removed: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = save_model(make_model(_by_name(name)), tmp_path)
+    wanted = open_checkpoint(folder).config
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in removed}))
+    assert open_checkpoint(folder).config == wanted
+
+
 def _as_internlm2(folder: Path, config: dict[str, Any]) -> None:
     """Rewrite a folder of Llama with the names of InternLM2 and its packed q, k and v."""
     path = folder / "model.safetensors"
