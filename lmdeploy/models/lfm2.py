@@ -154,6 +154,7 @@ MOE_FAMILY = replace(
     gguf_architectures=("lfm2moe",),
     hf_dense_size="intermediate_size",
     hf_derived=_tied,
+    hf_fixed={"use_expert_bias": True},
     experts=Experts(
         settings=_experts, hf=(_HF_EXPERTS,), gguf=({**GGUF_EXPERTS, **GGUF_SCORE_BIAS},)
     ),

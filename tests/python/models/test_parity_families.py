@@ -185,6 +185,7 @@ def test_a_planted_mistake_in_a_tensor_is_detected(mistake: str, tmp_path: Path)
         ("nemotron-h", {"mlp_hidden_act": "silu"}),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}),
         ("falcon-h1", {"time_step_limit": [0.001, 0.1]}),
+        ("lfm2-moe", {"use_expert_bias": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
