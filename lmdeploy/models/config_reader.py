@@ -193,9 +193,9 @@ class MetadataReader(ConfigReader):
     def _per_layer(self, key: str) -> list[Any]:
         value = list(self._values[key])
         count = f"{self._values.get('general.architecture')}.block_count"
-        if not value or len(value) != self._values.get(count):
-            layers = str(self._values.get(count))[:80]
-            raise self.refuse(f"{key} has {len(value)} values, but {count} is {layers}.")
+        layers = self._get(count, None)
+        if not value or len(value) != layers:
+            raise self.refuse(f"{key} has {len(value)} values, but {count} is {str(layers)[:80]}.")
         return value
 
     def _single(self, key: str, default: Any) -> Any:

@@ -37,7 +37,9 @@ _FFN = "model.layers.{i}.feed_forward"
 def _recurrent(config: ConfigReader, num_layers: int) -> RecurrentSettings:
     width = config.integer("hidden_size", high=MAX_WIDTH)
     if width % 16:
-        raise config.refuse(f"hidden_size is {width}. It must be a multiple of 16.")
+        raise config.refuse(
+            f"{config.name('hidden_size')} is {width}. It must be a multiple of 16."
+        )
     return RecurrentSettings(
         layers=layers_of_types(config, num_layers, kinds=_KINDS),
         kernel=config.integer("conv_L_cache", default=3, low=2, high=_MAX_KERNEL),
