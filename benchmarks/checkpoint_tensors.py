@@ -37,6 +37,7 @@ SUPER_BLOCK = 256  # values of a block of the K-quants
 SUPER_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 # The mixtures of llama.cpp: the format of most matrices, and that of the matrices with more bits.
 MIXTURES = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "Q6_K": ("Q6_K", "Q6_K")}
+_COLUMNS_OF_MAMBA2 = ("recurrent.decay", "recurrent.skip")  # vectors that GGUF has as columns
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_STD = math.sqrt(sum(value * value for value in E2M1_MAGNITUDES) / 8)
 INT8_STD = math.sqrt((127 * 128 * 255 / 3 + 127 * 127) / 256)  # -127..127, -127 twice
@@ -235,6 +236,10 @@ class Layout:
             if place.part != place.fused[0]:
                 return  # the first part stands for the stored matrix
             shape = (sum(shapes[part][0] for part in place.fused), *shape[1:])
+        if place.half is not None:
+            if place.half > 0:
+                return  # as above
+            shape = (2 * shape[0], *shape[1:])
         count = self.config.moe.num_experts if self.config.moe else 0
         if place.scales:
             rows, columns = shape
@@ -249,6 +254,11 @@ class Layout:
         encoding = self._encoding(kind, shape, layer=layer)
         if self.is_gguf and shape[0] == 1:
             shape = shape[1:]
+        rule = self.config.recurrent.rule if self.config.recurrent else ""
+        if self.is_gguf and rule == "selective_scan" and kind in _COLUMNS_OF_MAMBA2:
+            shape = (*shape, 1)
+        if not self.is_gguf and kind == "recurrent.convolution":
+            shape = (shape[0], 1, *shape[1:])
         shape = (count, *shape) if place.stacked else shape
         for expert in range(count if "{e}" in place.name else 1):
             name = place.name.format(i=layer, e=expert)

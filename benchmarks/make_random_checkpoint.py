@@ -32,7 +32,7 @@ from results import write_json
 
 from lmdeploy.models import family_of_hf
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import RopeSettings
+from lmdeploy.models.decoder_config import DecoderConfig, RopeSettings
 from lmdeploy.models.read_decoder import read_decoder
 
 Config = dict[str, Any]
@@ -177,13 +177,12 @@ def add_gguf_keys(writer: Any, layout: Layout, *, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if writer.arch == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
+    if writer.arch == "llama" or config.recurrent:
+        writer.add_rope_dimension_count(rope.dim or config.head_dim)
     if moe:
         writer.add_expert_count(moe.num_experts)
         writer.add_expert_used_count(moe.top_k)
@@ -191,15 +190,7 @@ def add_gguf_keys(writer: Any, layout: Layout, *, name: str) -> None:
             writer.add_expert_feed_forward_length(moe.intermediate_size)
         if moe.shared_intermediate_size:
             writer.add_expert_shared_feed_forward_length(moe.shared_intermediate_size)
-    if recurrent := config.recurrent:
-        writer.add_rope_dimension_count(rope.dim)
-        writer.add_rope_dimension_sections([rope.dim // 2, 0, 0, 0])
-        writer.add_ssm_conv_kernel(recurrent.kernel)
-        writer.add_ssm_state_size(recurrent.key_dim)
-        writer.add_ssm_group_count(recurrent.num_key_heads)
-        writer.add_ssm_time_step_rank(recurrent.num_value_heads)
-        writer.add_ssm_inner_size(recurrent.value_size)
-        writer.add_array(f"{writer.arch}.attention.recurrent_layers", list(recurrent.layers))
+    add_mixer_keys(writer, config)
     if any(config.windows):
         writer.add_sliding_window(max(config.windows))
     writer.add_rope_freq_base(rope.theta)
@@ -213,6 +204,29 @@ def add_gguf_keys(writer: Any, layout: Layout, *, name: str) -> None:
     mostly = "MXFP4_MOE" if is_mxfp4 else layout.matrices
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{mostly}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def add_mixer_keys(writer: Any, config: DecoderConfig) -> None:
+    """Write the KV heads, and the sizes and places of recurrent layers."""
+    recurrent, kv_heads = config.recurrent, config.num_kv_heads
+    if recurrent is None or recurrent.rule == "gated_delta":
+        writer.add_head_count_kv(kv_heads)
+    else:
+        layers = range(config.num_layers)
+        writer.add_head_count_kv([kv_heads if config.has_attention(i) else 0 for i in layers])
+    if recurrent is None:
+        return
+    if recurrent.rule == "short_convolution":
+        writer.add_shortconv_l_cache(recurrent.kernel)
+        return
+    writer.add_ssm_conv_kernel(recurrent.kernel)
+    writer.add_ssm_state_size(recurrent.key_dim)
+    writer.add_ssm_group_count(recurrent.num_key_heads)
+    writer.add_ssm_time_step_rank(recurrent.num_value_heads)
+    writer.add_ssm_inner_size(recurrent.value_size)
+    if recurrent.rule == "gated_delta":
+        writer.add_rope_dimension_sections([config.rope.dim // 2, 0, 0, 0])
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", list(recurrent.layers))
 
 
 def rope_tensors(rope: RopeSettings, head_dim: int) -> list[RandomTensor]:

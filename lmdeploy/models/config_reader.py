@@ -132,6 +132,10 @@ class ConfigReader:
         """Return a reader that uses `defaults` for missing keys, but not for null values."""
         return ConfigReader({**defaults, **self._values}, self.source, names=self._names)
 
+    def with_values(self, values: Mapping[str, Any]) -> "ConfigReader":
+        """Return a reader with `values`, also in place of others."""
+        return ConfigReader({**self._values, **values}, self.source, names=self._names)
+
     def child(self, key: str) -> "ConfigReader | None":
         """Return the object under the key, or None if it is missing, null or empty."""
         value = self._values.get(key)
@@ -189,9 +193,9 @@ class MetadataReader(ConfigReader):
     def _per_layer(self, key: str) -> list[Any]:
         value = list(self._values[key])
         count = f"{self._values.get('general.architecture')}.block_count"
-        if not value or len(value) != self._values.get(count):
-            layers = str(self._values.get(count))[:80]
-            raise self.refuse(f"{key} has {len(value)} values, but {count} is {layers}.")
+        layers = self._get(count, None)
+        if not value or len(value) != layers:
+            raise self.refuse(f"{key} has {len(value)} values, but {count} is {str(layers)[:80]}.")
         return value
 
     def _single(self, key: str, default: Any) -> Any:

@@ -323,7 +323,7 @@ class ModelFamily:
     gguf_unused: tuple[str, ...] = ()
     # Defaults of transformers for keys that config.json lacks.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Values that follow from others, for keys that config.json lacks.
+    # Values that follow from others. They replace those of config.json.
     hf_derived: DefaultRule = no_defaults
     # The default if config.json has neither rope_parameters nor rope_scaling.
     hf_rope: Mapping[str, Any] | None = None
@@ -335,6 +335,6 @@ class ModelFamily:
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
 
     def completed(self, config: ConfigReader) -> ConfigReader:
-        """Return a config.json with the values that it lacks."""
+        """Return a config.json with its defaults and derived values."""
         config = config.with_defaults(self.hf_defaults)
-        return config.with_defaults(self.hf_derived(config))
+        return config.with_values(self.hf_derived(config))

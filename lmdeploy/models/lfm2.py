@@ -37,7 +37,9 @@ _FFN = "model.layers.{i}.feed_forward"
 def _recurrent(config: ConfigReader, num_layers: int) -> RecurrentSettings:
     width = config.integer("hidden_size", high=MAX_WIDTH)
     if width % 16:
-        raise config.refuse(f"hidden_size is {width}. It must be a multiple of 16.")
+        raise config.refuse(
+            f"{config.name('hidden_size')} is {width}. It must be a multiple of 16."
+        )
     return RecurrentSettings(
         layers=layers_of_types(config, num_layers, kinds=_KINDS),
         kernel=config.integer("conv_L_cache", default=3, low=2, high=_MAX_KERNEL),
@@ -60,14 +62,19 @@ def _derived(config: ConfigReader) -> Mapping[str, Any]:
         factor = config.number("block_ffn_dim_multiplier", default=1.0, high=64.0)
         step = config.integer("block_multiple_of", default=256, high=MAX_WIDTH)
         width = -(-int(factor * int(2 * width / 3)) // step) * step
-    values: dict[str, Any] = {"dense_width": width}
+    values: dict[str, Any] = {"dense_width": width, **_tied(config)}
     if not config.has("layer_types") and config.has("full_attn_idxs"):
         full = set(config.integers("full_attn_idxs"))
         layers = range(config.integer("num_hidden_layers", high=1 << 12))
         values["layer_types"] = ["full_attention" if i in full else "conv" for i in layers]
-    if config.has("tie_embedding"):
-        values["tie_word_embeddings"] = config.flag("tie_embedding", default=True)
     return values
+
+
+def _tied(config: ConfigReader) -> Mapping[str, Any]:
+    """Return `tie_embedding`, which precedes the usual key, under that key."""
+    if not config.has("tie_embedding"):
+        return {}
+    return {"tie_word_embeddings": config.flag("tie_embedding", default=True)}
 
 
 def _experts(config: ConfigReader, num_layers: int) -> MoeSettings:
@@ -148,7 +155,8 @@ MOE_FAMILY = replace(
     hf_architectures=("Lfm2MoeForCausalLM",),
     gguf_architectures=("lfm2moe",),
     hf_dense_size="intermediate_size",
-    hf_derived=lambda config: {},
+    hf_derived=_tied,
+    hf_fixed={"use_expert_bias": True},
     experts=Experts(
         settings=_experts, hf=(_HF_EXPERTS,), gguf=({**GGUF_EXPERTS, **GGUF_SCORE_BIAS},)
     ),

@@ -53,7 +53,7 @@ def _pattern(config: ConfigReader) -> str:
     """Return one letter per layer: those of `hybrid_override_pattern`."""
     if config.has("hybrid_override_pattern"):
         pattern = config.text("hybrid_override_pattern")
-    elif config.has("attention_layers"):  # of a GGUF file
+    elif config.name("num_key_value_heads") != "num_key_value_heads":  # a GGUF file
         pattern = _gguf_pattern(config)
     else:
         key = "layers_block_type" if config.has("layers_block_type") else "layer_types"
@@ -73,10 +73,10 @@ def _pattern(config: ConfigReader) -> str:
 def _gguf_pattern(config: ConfigReader) -> str:
     attention = config.flags("attention_layers")
     feeds = config.flags("feed_forward_layers")
-    if len(feeds) != len(attention):
-        raise config.refuse(
-            f"{config.name('intermediate_size')} is one number. It must be one for each layer."
-        )
+    config.integer("intermediate_size", low=0)
+    for key, layers in (("num_key_value_heads", attention), ("intermediate_size", feeds)):
+        if not layers:
+            raise config.refuse(f"{config.name(key)} is one number. It must be one for each layer.")
     kind = _EXPERTS if config.integer("n_routed_experts", default=0, low=0) else _DENSE
     return "".join(
         _ATTENTION if attends else kind if feed else _MAMBA
@@ -137,7 +137,7 @@ def _bias(config: ConfigReader) -> tuple[str, ...]:
 
 def _derived(config: ConfigReader) -> Mapping[str, Any]:
     """Return the number of layers, which transformers 5 does not store."""
-    return {"num_hidden_layers": len(_pattern(config))}
+    return {} if config.has("num_hidden_layers") else {"num_hidden_layers": len(_pattern(config))}
 
 
 def _gguf_defaults(config: ConfigReader) -> Mapping[str, Any]:

@@ -36,6 +36,27 @@ RECURRENT = {
     "ssm.state_size": 16,
     "ssm.time_step_rank": 4,
 }
+ATTENTION_LAYERS = {"attention.head_count_kv": [0, 1, 0, 1]}
+# The keys of families whose layers differ in their branches.
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "granite_hybrid": {**RECURRENT, **ATTENTION_LAYERS},
+    "nemotron_h": {
+        **RECURRENT,
+        "attention.head_count_kv": [0, 0, 1, 0],
+        "feed_forward_length": [0, 96, 0, 0],
+    },
+    "lfm2": {"shortconv.l_cache": 3, **ATTENTION_LAYERS},
+    "lfm2_moe": {"shortconv.l_cache": 3, **ATTENTION_LAYERS},
+}
+# Keys with a default, which the shapes of tensors check, or that not every family needs.
+OPTIONAL = {
+    "attention.head_count_kv",
+    "attention.sliding_window",
+    "logit_scale",
+    "shortconv.l_cache",
+    "ssm.conv_kernel",
+    "ssm.group_count",
+}
 # Keys of single families, and those that change every one.
 OTHER_KEYS = (
     "attention.causal",
@@ -80,7 +101,7 @@ def own_keys(family: ModelFamily) -> dict[str, Any]:
     shared = {"expert_shared_feed_forward_length": 32} if family.recurrent else {}
     return {
         **({**EXPERTS, **shared} if family.experts else {}),
-        **(RECURRENT if family.recurrent else {}),
+        **(OF_FAMILY.get(family.name, RECURRENT) if family.recurrent else {}),
     }
 
 
@@ -112,9 +133,8 @@ def test_translate_metadata_errors_name_keys_of_the_file(family: ModelFamily) ->
 
 @pytest.mark.parametrize("family", WITH_GGUF, ids=lambda family: family.name)
 def test_translate_metadata_requires_sizes(family: ModelFamily) -> None:
-    optional = {"attention.head_count_kv", "attention.sliding_window", "logit_scale"}
-    recurrent = RECURRENT if family.recurrent else {}
-    for key in {**METADATA, **recurrent}.keys() - optional:
+    recurrent = OF_FAMILY.get(family.name, RECURRENT) if family.recurrent else {}
+    for key in {**METADATA, **recurrent}.keys() - OPTIONAL:
         with pytest.raises(ModelFormatError, match=rf"^x\.gguf: m\.{key} is missing"):
             config_of(family, **{key: None})
 

@@ -185,6 +185,7 @@ def test_a_planted_mistake_in_a_tensor_is_detected(mistake: str, tmp_path: Path)
         ("nemotron-h", {"mlp_hidden_act": "silu"}),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}),
         ("falcon-h1", {"time_step_limit": [0.001, 0.1]}),
+        ("lfm2-moe", {"use_expert_bias": False}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -243,6 +244,31 @@ def test_a_bad_value_of_a_structure_is_refused(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ModelFormatError, match=message):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "removed"),
+    [
+        ("granite-4-h", {"mamba_d_head": "auto"}, ()),
+        ("falcon-h1", {"mamba_d_head": "auto"}, ()),
+        ("falcon-h1", {"mamba_d_head": "auto", "mamba_d_ssm": 96}, ("mamba_expand",)),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [2]}, ()),
+        ("lfm2", {"full_attn_idxs": [2]}, ("layer_types",)),
+        ("lfm2", {"tie_embedding": True, "tie_word_embeddings": False}, ()),
+        ("lfm2-moe", {"tie_embedding": True, "tie_word_embeddings": False}, ()),
+        ("nemotron-h", {"num_hidden_layers": 7}, ()),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_derived_value_is_that_of_transformers(
+    name: str, change: dict[str, Any], removed: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = save_model(make_model(_by_name(name)), tmp_path)
+    wanted = open_checkpoint(folder).config
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in removed}))
+    assert open_checkpoint(folder).config == wanted
 
 
 def _as_internlm2(folder: Path, config: dict[str, Any]) -> None:

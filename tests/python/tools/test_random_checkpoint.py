@@ -34,6 +34,18 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {},
     "qwen1.5-moe-a2.7b": {"head_dim": None, "mlp_only_layers": [1]},
     "qwen3-30b-a3b": {"decoder_sparse_step": 2},
+    "lfm2-1.2b": {"layer_types": ["conv", "full_attention", "conv"], "head_dim": 16},
+    "granite-4-h-dense": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "head_dim": 16,
+        "logits_scaling": 1,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 32,
+    },
     "gpt-oss-20b": {"sliding_window": 16, "layer_types": CONFIGS["gpt-oss-20b"]["layer_types"][:3]},
 }
 PLAIN = [name for name in OF_MODEL if name != "gpt-oss-20b"]
