@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3: one branch per layer, which is Mamba-2, attention or a feed-forward.
 
-Attention has no RoPE. Feed-forwards and experts have no gate and a squared ReLU.
+Attention has no RoPE. Feed-forwards and experts have no gate and a squared ReLU. `time_step_min`
+is a setting of the training; transformers also limits the time steps of prompts by it.
 """
 
 from collections.abc import Mapping

@@ -51,12 +51,14 @@ StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& devi
     if (model.recurrent.Has(layer)) {
       products += hidden * (model.recurrent.InputSize() + model.recurrent.ValueSize());
     }
-    if (model.HasFeedForward(layer)) {
-      const int64_t width = model.moe.HasExperts(layer)
-                                ? int64_t{model.moe.top_k} * model.moe.intermediate_size +
-                                      model.moe.shared_intermediate_size
-                                : model.intermediate_size;
-      products += hidden * (model.gated ? 3 : 2) * width;
+    const int64_t matrices = model.gated ? 3 : 2;
+    if (model.moe.HasExperts(layer)) {
+      const MoeConfig& moe = model.moe;
+      const int64_t outer = moe.latent_size > 0 ? moe.latent_size : hidden;
+      products += outer * matrices * moe.top_k * moe.intermediate_size +
+                  hidden * (matrices * moe.shared_intermediate_size + 2 * moe.latent_size);
+    } else if (model.HasFeedForward(layer)) {
+      products += hidden * matrices * model.intermediate_size;
     }
   }
   const int64_t per_position = 2 * heads;
