@@ -84,6 +84,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama3": _BPE_LLAMA3,  # LLAMA3, another name
     "llama-v3": _BPE_LLAMA3,  # LLAMA3, another name
     "falcon3": _BPE_LLAMA3,  # LLAMA3: Falcon 3, of architecture llama
+    "falcon-h1": _BPE_LLAMA3,  # LLAMA3: Falcon-H1
+    "lfm2": _BPE_LLAMA3,  # LLAMA3: LFM2
     "pixtral": _BPE_LLAMA3,  # LLAMA3: the text part of Pixtral, of architecture llama
     "midm-2.0": _BPE_LLAMA3,  # LLAMA3: Midm 2, of architecture llama
     "minicpm5": PreTokenizer(  # MINICPM5: MiniCPM5, of architecture llama

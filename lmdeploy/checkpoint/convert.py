@@ -231,7 +231,9 @@ def vector_for_engine(
     values = values_of_rows(tensor.format, tensor.bytes_by_row())
     if convert is not None:
         values = convert(values.reshape(tensor.shape))
-    values = values.reshape(-1, 1) * np.float32(scale)
+    values = values.reshape(-1, 1)
+    if scale != 1.0:
+        values = values * np.float32(scale)
     if offset:
         values = values + np.float32(offset)
     ordered = _separate_halves(values, interleaved_heads, rotated=interleaved_rows)
