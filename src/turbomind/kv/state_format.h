@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "turbomind/core/host_device.h"
+
 namespace turbomind {
 
 // How a checkpoint stores the matrices of recurrent layers. Working states are FP32.
@@ -20,7 +22,7 @@ struct StateShape {
   int64_t rows = 0;
   int cols = 0;
 
-  int64_t RowBytes(StateFormat format) const {
+  TM_HD int64_t RowBytes(StateFormat format) const {
     switch (format) {
       case StateFormat::kF32:
         return cols * int64_t{4};
@@ -33,12 +35,12 @@ struct StateShape {
   }
   // Returns the bytes of a layer in a slot of a format. kInt8 has all scales of the layer before
   // its codes.
-  int64_t LayerBytes(StateFormat format) const {
+  TM_HD int64_t LayerBytes(StateFormat format) const {
     return exact_bytes + (rows * RowBytes(format) + 63) / 64 * 64;
   }
-  int64_t Bytes(StateFormat format) const { return num_layers * LayerBytes(format); }
+  TM_HD int64_t Bytes(StateFormat format) const { return num_layers * LayerBytes(format); }
   // Returns where the codes of a layer begin in it, after the scales if there are any.
-  int64_t CodesOffset(StateFormat format) const {
+  TM_HD int64_t CodesOffset(StateFormat format) const {
     return exact_bytes + (format == StateFormat::kInt8 ? rows * int64_t{4} : 0);
   }
 };
