@@ -8,8 +8,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "ops/device_suite.h"
 #include "ops/checkpoint_suite.h"
+#include "ops/device_suite.h"
 #include "ops/recurrent_suite.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/core/check.h"

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "ops/device_suite.h"
 #include "ops/checkpoint_suite.h"
+#include "ops/device_suite.h"
 #include "ops/recurrent_suite.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/runtime/runtime.h"
