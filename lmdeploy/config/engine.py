@@ -130,8 +130,8 @@ class TurbomindEngineConfig:
             at least 8, and few enough for a quarter of the checkpoints); -1 makes none. Close ones
             help prompts that change an early turn, and take the place of others.
         state_checkpoint_format: format of these checkpoints: f32, bf16 or int8 (default: auto, f32
-            if deterministic or exact, else bf16). With f32, a hit changes no bit of an answer; in
-            the same memory, the others hold about two and three times as many checkpoints.
+            if deterministic or exact, else bf16). f32 is an exact copy; in the same memory, the
+            others hold about two and three times as many checkpoints, which are rounded.
         speculative_algorithm: how to draft the next tokens, of which one step checks several
             (default: draft_model with a draft model, else ngram on CPU and none on CUDA). ngram
             copies earlier text; the answer does not change, whichever is used.
