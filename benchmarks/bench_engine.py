@@ -197,7 +197,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, help="default: 3; --suite: 5")
     add("--num-threads", type=int, default=threads)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
-    add("--gemm-input-dtype", choices=("int8", "bfloat16"), help="as of the engine")
+    add("--gemm-input-dtype", choices=("int8",), help="as of the engine")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
     add("--peak", help=argparse.SUPPRESS)
     group = parser.add_argument_group("suite")

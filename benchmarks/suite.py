@@ -213,7 +213,6 @@ class Suite:
             self._cpu.threads,
             int8_activations=self._cpu.gemm_input_dtype == "int8",
             deterministic=False,
-            bf16=self._cpu.gemm_input_dtype == "bfloat16",
         )
         return OurEngine(self._loaded, device, cell=cell, mode=mode)
 

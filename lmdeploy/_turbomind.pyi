@@ -411,7 +411,6 @@ def make_device(
     *,
     int8_activations: bool = False,
     deterministic: bool = True,
-    bf16: bool = False,
 ) -> Device:
     """Make a device that needs no other option, by its name in `--device`."""
 

@@ -40,8 +40,12 @@ def library_bytes() -> bytes:
 
 
 def build_of_llama_cpp() -> dict[str, str]:
-    """Return version, compiler and reported flags of the loaded library."""
-    found = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", library_bytes())
+    """Return version, compiler and reported flags of the loaded library.
+
+    A library built by clang also names GCC, from the startup code of the C library.
+    """
+    data = library_bytes()
+    found = re.search(rb"clang version [\d.]+", data) or re.search(rb"GCC: \([^)]*\) [\d.]+", data)
     system = llama_cpp.llama_print_system_info()
     return {
         "llama_cpp_python": llama_cpp.__version__,

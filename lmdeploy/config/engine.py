@@ -106,9 +106,9 @@ class TurbomindEngineConfig:
         dtype: type of everything that the cache does not quantize (default: auto, that of the
             weights). float32 doubles the memory of K and V without quantization.
         gemm_input_dtype: int8 rounds the activations that are multiplied with quantized matrices
-            to 8 bits (default: 16 bits, and 12 on AVX-512 unless deterministic). That is faster and
-            less accurate (docs/performance.md). bfloat16 multiplies in BF16 on AMX, which no
-            machine has measured. Both exist only on the CPU.
+            to 8 bits, which is less accurate (default: 16 bits; unless deterministic, 12 on
+            AVX-512, and bfloat16 for many rows on AMX; docs/performance.md). bfloat16 is refused
+            on a CPU without AMX. Only a CPU has this option.
         model_format: format that a checkpoint must have: hf, gguf, or a method such as awq
             (default: any). Checkpoints of other formats are rejected.
         devices: the index of the GPU (default: 0).

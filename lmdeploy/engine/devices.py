@@ -81,10 +81,16 @@ def open_device(config: TurbomindEngineConfig) -> Device:
             level = logging.WARNING if os.path.exists(_DRIVER_FILE) else logging.INFO
             logger.log(level, "%s", error)
     name = "cpu" if config.device_type == "auto" else config.device_type
-    return _turbomind.make_device(
+    device = _turbomind.make_device(
         name,
         config.num_threads or usable_cores(),
         int8_activations=config.int8_activations,
         deterministic=config.deterministic or config.exact,
-        bf16=config.gemm_input_dtype == "bfloat16",
     )
+    wanted = config.gemm_input_dtype
+    if wanted is not None and wanted != device.gemm_input_dtype:
+        raise ValueError(
+            f"gemm_input_dtype {wanted} needs a CPU with AMX, and this is {device.name}. Remove "
+            "--gemm-input-dtype."
+        )
+    return device

@@ -72,14 +72,12 @@ void DefDevices(py::module_& m) {
       py::arg("int8_activations") = false, py::arg("deterministic") = true);
   m.def(
       "make_device",
-      [](const std::string& name, int num_threads, bool int8_activations, bool deterministic,
-         bool bf16) {
-        return MakeDevice(
-            name, num_threads,
-            {.int8_activations = int8_activations, .deterministic = deterministic, .bf16 = bf16});
+      [](const std::string& name, int num_threads, bool int8_activations, bool deterministic) {
+        return MakeDevice(name, num_threads,
+                          {.int8_activations = int8_activations, .deterministic = deterministic});
       },
       py::arg("name"), py::arg("num_threads"), py::kw_only(), py::arg("int8_activations") = false,
-      py::arg("deterministic") = true, py::arg("bf16") = false);
+      py::arg("deterministic") = true);
   m.def("available_cpu_isas", &AvailableCpuIsas);
 
   py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")

@@ -170,12 +170,9 @@ TEST_CASE("only a device that is asked for it computes attention in BF16") {
   const Inputs in = MakeInputs(c);
   const CpuKvKernels usual = CpuKvKernelsFor("amx");
   const CpuKvKernels bf16 = Bf16Kernels();
-  for (bool is_asked : {false, true}) {
-    const CpuKvKernels& kernels = is_asked ? bf16 : usual;
-    CpuOptions options;
-    options.deterministic = false;
-    options.bf16 = is_asked;
-    const std::unique_ptr<Device> device = MakeCpuDevice(2, "amx", options);
+  for (bool deterministic : {false, true}) {
+    const CpuKvKernels& kernels = deterministic ? usual : bf16;
+    const auto device = MakeCpuDevice(2, "amx", {.deterministic = deterministic});
     std::vector<float> out(in.q.size());
     RunStep({kernels, pool, c, cache, in, device.get()}, c.first, kChunk, out.data());
     std::vector<float> want(in.q.size());

@@ -29,7 +29,7 @@ bool HasAmx() {
 }
 
 std::unique_ptr<Device> MakeBf16Device(int threads) {
-  return MakeCpuDevice(threads, "amx", {.deterministic = false, .bf16 = true});
+  return MakeCpuDevice(threads, "amx", {.deterministic = false});
 }
 
 // Checks that the products with the rows of the identity are the weights.
@@ -114,8 +114,7 @@ TEST_CASE("devices that are deterministic or round activations to 8 bits do not 
     CHECK(SameBits(bits("amx", {.deterministic = true}), bits("avx512", {})));
     CHECK(SameBits(bits("amx", {.int8_activations = true, .deterministic = false}),
                    bits("avx512", {.int8_activations = true})));
-    CHECK_FALSE(SameBits(bits("amx", {.deterministic = false, .bf16 = true}), bits("avx512", {})));
-    CHECK(SameBits(bits("amx", {.deterministic = false}), bits("avx512", {})));  // not by default
+    CHECK_FALSE(SameBits(bits("amx", {.deterministic = false}), bits("avx512", {})));
   }
 }
 

@@ -123,7 +123,7 @@ std::vector<Arithmetic> ListArithmetics() {
       .name = "BF16 tiles",
       .formats = {all.begin() + 1, all.end()},
       .neighbors = all,
-      .devices = DevicesOf({"amx"}, {.deterministic = false, .bf16 = true}),
+      .devices = DevicesOf({"amx"}, {.deterministic = false}),
       .bound = Bf16TileBound,
       .random = RandomBf16Weights,
       .round = RoundToBf16,

@@ -52,7 +52,7 @@ class CpuDevice final : public Device {
       : pool_(num_threads), isa_(std::move(isa)), options_(options) {
     if (isa_ == "amx") {
       FillWith(amx::FillDenseKernels, amx::FillInt8Kernels, amx::FillKvKernels);
-      if (options_.bf16) {
+      if (is_free()) {
         amx::FillBf16Kernels(dense_);
         amx::FillBf16KvKernels(kv_);
       }
@@ -89,7 +89,10 @@ class CpuDevice final : public Device {
     if (options_.int8_activations) {
       return "int8";
     }
-    return is_free() && isa_ == "avx512" ? "int12" : options_.bf16 ? "bfloat16" : "int16";
+    if (!is_free()) {
+      return "int16";
+    }
+    return isa_ == "amx" ? "bfloat16" : isa_ == "avx512" ? "int12" : "int16";
   }
 
   void* Reserve(size_t num_bytes) override { return ReservePages(num_bytes); }
@@ -220,14 +223,7 @@ std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa,
                                              ". It must be from 1 to " +
                                              std::to_string(kMaxThreads));
   }
-  std::string resolved = ResolveIsa(isa);
-  if (options.bf16 && (resolved != "amx" || options.deterministic || options.int8_activations)) {
-    throw InvalidArgument(
-        "Arithmetic in BF16 needs AMX, no int8 activations, and deterministic off. This device "
-        "uses " +
-        resolved + ".");
-  }
-  return std::make_unique<CpuDevice>(num_threads, std::move(resolved), options);
+  return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa), options);
 }
 
 }  // namespace turbomind
