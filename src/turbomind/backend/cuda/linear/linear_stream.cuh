@@ -4,8 +4,8 @@
 //
 // A block owns 16 kTiles outputs of up to 8 kRowTiles rows. Its warps split the columns into
 // slices, one per warp. The sums of the slices are added in order. Bytes moved: every byte of the
-// weights once per row tile, 16 bytes per lane from global memory directly into registers, kAhead
-// units ahead of their use. x comes from L1 and L2, in FP32.
+// weights once per row tile, through the warp's ring (weight_ring.cuh), kStages - 1 units ahead of
+// their use. x comes from L1 and L2, in FP32.
 //
 // Matrix products: 16 outputs × 16 columns of weights (operand A, expanded in registers) times 8
 // rows of x, rounded to BF16 (mma.m16n8k16), with FP32 sums. With block scales, the sum of each
@@ -18,11 +18,13 @@
 // An output's sum depends only on its row of x, its weights and the slices, never on the other
 // rows.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "turbomind/backend/cuda/linear/linear_shape.cuh"
 #include "turbomind/backend/cuda/linear/weight_fragments.cuh"
+#include "turbomind/backend/cuda/linear/weight_ring.cuh"
 
 namespace turbomind::cuda {
 
@@ -38,13 +40,18 @@ struct StreamConfig {
   static constexpr int kRowTiles = kRowTileCount;  // of 8 rows
   static constexpr int kOutputs = kTileOutputs * kTiles;
   static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kAhead = 4 / kTiles;  // units in flight
+  // Stages of a ring of about 4.5 KiB. 8 warps of an SM then have 32 KiB in flight, and 24 have 96.
+  static constexpr int kStages =
+      std::clamp(4608 / (kTiles * WeightFragments<F>::kStagedBytes), 3, 8);
+  using Ring = WeightRing<F, kTiles, kStages>;
   // Blocks of kMaxSlices warps per SM; 0 leaves the choice to the compiler. On some architectures
   // it would choose 4 for these kernels and spill registers.
   static constexpr bool kTight =
       (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
   static constexpr int kBlocks = kTight ? 3 : 0;
-  static constexpr int SharedBytes(int slices) { return slices * kOutputs * kRows * 4; }
+  // Shared memory of a warp: its ring, and then its sums.
+  static constexpr int kWarpBytes = std::max(Ring::kBytes, kOutputs* kRows * 4);
+  static constexpr int SharedBytes(int slices) { return slices * kWarpBytes; }
 };
 
 // Columns 8 t .. 8 t + 7 of a block of 32, for one row.
@@ -188,26 +195,17 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   const int units = p.cols / kCols;
   const int begin = units * slice / params.slices;
   const int end = units * (slice + 1) / params.slices;
-  const int64_t tile_bytes = TileBytes(C::kFormat, p.cols);
-  const char* tiles[C::kTiles];
-  const int last = static_cast<int>(NumTiles(block.num_outputs)) - 1;
-#pragma unroll
-  for (int m = 0; m < C::kTiles; ++m) {
-    const int tile = block.first_output / kTileOutputs + m;
-    tiles[m] = block.weight + (tile < last ? tile : last) * tile_bytes;
-  }
-  typename W::Unit ring[C::kAhead][C::kTiles];
-  const auto load = [&](int i, int unit) {
-#pragma unroll
-    for (int m = 0; m < C::kTiles; ++m) {
-      ring[i][m] = W::Load(tiles[m], unit, lane, tile_bytes);
+  typename C::Ring ring(block, block.first_output / kTileOutputs, TileBytes(C::kFormat, p.cols),
+                        SharedMemory() + slice * C::kWarpBytes);
+  const auto copy = [&](int unit, int stage) {
+    if (unit < end) {
+      ring.Copy(unit, stage);
     }
+    CommitCopies();
   };
 #pragma unroll
-  for (int i = 0; i < C::kAhead; ++i) {
-    if (begin + i < end) {
-      load(i, begin + i);
-    }
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    copy(begin + i, i);
   }
   RowReader<C> reader;
   reader.last_col = end * kCols - kQuantBlock;
@@ -216,19 +214,19 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
     reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + 8 * (lane & 3);
   }
   reader.Compute(begin * kCols);
+  int stage = 0;
 #pragma unroll 1
-  for (int first = begin; first < end; first += C::kAhead) {
-#pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
-      const int unit = first + i;
-      if (unit < end) {
-        AddUnit<C>(ring[i], unit * kCols, &reader, sums);
-        if (unit + C::kAhead < end) {
-          load(i, unit + C::kAhead);
-        }
-      }
-    }
+  for (int unit = begin; unit < end; ++unit) {
+    WaitForCopies<C::kStages - 2>();
+    SyncWarp();  // the stage has arrived for all lanes, and none reads the one filled next
+    copy(unit + C::kStages - 1, stage == 0 ? C::kStages - 1 : stage - 1);
+    typename W::Unit weights[C::kTiles];
+    ring.Load(stage, weights);
+    AddUnit<C>(weights, unit * kCols, &reader, sums);
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
   }
+  WaitForCopies<0>();
+  SyncWarp();  // the sums take the place of the ring
 }
 
 // Add the warps' sums in order and store them in y.
@@ -236,6 +234,7 @@ template <class C>
 TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
                          const float (&sums)[C::kTiles][C::kRowTiles][4]) {
   constexpr int kSums = C::kOutputs * C::kRows;
+  constexpr int kWarpFloats = C::kWarpBytes / 4;
   const int thread = ThreadIndexX();
   float* shared = reinterpret_cast<float*>(SharedMemory());
 #pragma unroll
@@ -247,7 +246,7 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
       for (int i = 0; i < 4; ++i) {
         words.v[i] = FloatBits(sums[m][n][i]);
       }
-      const int at = (thread >> 5) * kSums + (m * C::kRowTiles + n) * 128 + (thread & 31) * 4;
+      const int at = (thread >> 5) * kWarpFloats + (m * C::kRowTiles + n) * 128 + (thread & 31) * 4;
       StoreShared(shared + at, words);
     }
   }
@@ -261,7 +260,7 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
                    row % 8 / 2 * 4 + output % 16 / 8 * 2 + row % 2;
     float sum = LoadShared<float>(shared + at);
     for (int slice = 1; slice < params.slices; ++slice) {
-      sum += LoadShared<float>(shared + slice * kSums + at);
+      sum += LoadShared<float>(shared + slice * kWarpFloats + at);
     }
     StoreOutput(params.linear, block, row, block.first_output + output, sum);
   }

@@ -4,9 +4,9 @@
 //
 // A block owns 128 outputs of up to 8 kRowTiles rows, and each of its four warps 32 outputs of all
 // rows. A weight is therefore expanded once per block, and a row read from shared memory serves two
-// products. Bytes moved: weights as in linear_stream.cuh, from global memory into registers, one
-// unit ahead. Rows of x are rounded to BF16 beforehand and copied by cp.async through a ring of
-// kStages units of columns.
+// products. Bytes moved: weights as in linear_stream.cuh, through rings of the warps. Rows of x are
+// rounded to BF16 beforehand and copied by cp.async through a ring of the block, in the same
+// groups.
 //
 // The sums are bit-identical to those of StreamKernel: they have the same slices, each summed in
 // the same order. A block adds all slices in shared memory. If there are few blocks, each computes
@@ -36,15 +36,13 @@ struct TileConfig {
   static constexpr int kRowTiles = kRowTileCount;
   static constexpr int kOutputs = kWarps * kTiles * kTileOutputs;
   static constexpr int kRows = 8 * kRowTiles;
-  // Units of weights that alternate in a ring of two. With 1, the second unit is moved into the
-  // first's place, for kernels that would otherwise need too many registers.
-  static constexpr int kTurns = kRowTiles > 4 ? 1 : 2;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 4;  // of weights and of x
+  using Ring = WeightRing<F, kTiles, kStages>;
   static constexpr int kRowBytes = UnitCols(F) * 2;  // in a stage
   static constexpr int kStageBytes = kRows * kRowBytes;
   static constexpr int kTotalBytes = kRows * kOutputs * 4;
   static constexpr int SharedBytes(bool totals) {
-    return kStages * kStageBytes + (totals ? kTotalBytes : 0);
+    return kWarps * Ring::kBytes + kStages * kStageBytes + (totals ? kTotalBytes : 0);
   }
 };
 
@@ -171,64 +169,41 @@ template <class C>
 TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int first_slice,
                          int end_slice, float (&sums)[C::kTiles][C::kRowTiles][4]) {
   using W = WeightFragments<C::kFormat>;
-  const int lane = ThreadIndexX() & 31;
   const int units = params.linear.cols / UnitCols(C::kFormat);
   const int begin = units * first_slice / params.slices;
   const int end = units * end_slice / params.slices;
-  const int64_t tile_bytes = TileBytes(C::kFormat, params.linear.cols);
-  const int last_tile = static_cast<int>(NumTiles(block.num_outputs)) - 1;
-  const int first_tile = block.first_output / kTileOutputs + (ThreadIndexX() >> 5) * C::kTiles;
-  const char* tiles[C::kTiles];
-#pragma unroll
-  for (int m = 0; m < C::kTiles; ++m) {
-    const int tile = first_tile + m < last_tile ? first_tile + m : last_tile;
-    tiles[m] = block.weight + tile * tile_bytes;
-  }
-  typename W::Unit ring[2][C::kTiles];
-  const auto load = [&](int i, int unit) {
-    if (unit < end) {
-#pragma unroll
-      for (int m = 0; m < C::kTiles; ++m) {
-        ring[i][m] = W::Load(tiles[m], unit, lane, tile_bytes);
-      }
-    }
-  };
-  const StageCopier<C> copier(params, block);
-  char* stages = SharedMemory();
+  const int warp = ThreadIndexX() >> 5;
+  char* stages = SharedMemory() + C::kWarps * C::Ring::kBytes;
   char* totals = stages + C::kStages * C::kStageBytes;
+  typename C::Ring ring(block, block.first_output / kTileOutputs + warp * C::kTiles,
+                        TileBytes(C::kFormat, params.linear.cols),
+                        SharedMemory() + warp * C::Ring::kBytes);
+  const StageCopier<C> copier(params, block);
+  const auto copy = [&](int unit, int stage) {
+    if (unit < end) {
+      ring.Copy(unit, stage);
+    }
+    copier.Copy(unit, end, stages + stage * C::kStageBytes);  // commits both
+  };
 #pragma unroll
   for (int i = 0; i < C::kStages - 1; ++i) {
-    copier.Copy(begin + i, end, stages + i * C::kStageBytes);
+    copy(begin + i, i);
   }
-  load(0, begin);
   int slice = first_slice;
   int slice_end = units * (slice + 1) / params.slices;
 #pragma unroll 1
-  for (int first = begin; first < end; first += C::kTurns) {
-#pragma unroll
-    for (int i = 0; i < C::kTurns; ++i) {
-      const int unit = first + i;
-      if (unit >= end) {
-        break;
-      }
-      load(1 - i, unit + 1);
-      WaitForCopies<C::kStages - 2>();
-      SyncBlock();  // the stage has arrived in all threads, and none reads the one filled next
-      const int at = unit - begin;
-      copier.Copy(unit + C::kStages - 1, end,
-                  stages + (at + C::kStages - 1) % C::kStages * C::kStageBytes);
-      AddTileUnit<C>(ring[i], stages + at % C::kStages * C::kStageBytes, sums);
-      if (unit + 1 == slice_end && end_slice - first_slice > 1) {
-        AddTotals<C>(slice == first_slice, slice == end_slice - 1, totals, sums);
-        ++slice;
-        slice_end = units * (slice + 1) / params.slices;
-      }
-      if constexpr (C::kTurns == 1) {
-#pragma unroll
-        for (int m = 0; m < C::kTiles; ++m) {
-          ring[0][m] = ring[1][m];
-        }
-      }
+  for (int unit = begin; unit < end; ++unit) {
+    WaitForCopies<C::kStages - 2>();
+    SyncBlock();  // the stage has arrived in all threads, and none reads the one filled next
+    const int stage = (unit - begin) % C::kStages;
+    copy(unit + C::kStages - 1, (stage + C::kStages - 1) % C::kStages);
+    typename W::Unit weights[C::kTiles];
+    ring.Load(stage, weights);
+    AddTileUnit<C>(weights, stages + stage * C::kStageBytes, sums);
+    if (unit + 1 == slice_end && end_slice - first_slice > 1) {
+      AddTotals<C>(slice == first_slice, slice == end_slice - 1, totals, sums);
+      ++slice;
+      slice_end = units * (slice + 1) / params.slices;
     }
   }
   WaitForCopies<0>();

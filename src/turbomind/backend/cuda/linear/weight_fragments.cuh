@@ -9,6 +9,8 @@
 //   kMinimum   Minimum is added as well
 //   Unit       a lane's (4 g + t) part of a unit: 8 columns of every block, of 2 outputs
 //   Load       loads a unit from a tile
+//   Copy       starts to copy a unit into kStagedBytes of shared memory (cp.async)
+//   LoadStaged loads a unit from there
 //   Expand     block → pairs[half][p]: columns 8 t + 2 p and the next, of the output g + 8 half
 
 #include <cstdint>
@@ -82,6 +84,18 @@ struct BlockFragments {
             LoadGlobalOnce(reinterpret_cast<const Words<kScaleBytes>*>(at + kUnitCodeBytes +
                                                                        (lane >> 2) * kScaleBytes))};
   }
+  static constexpr int kStagedBytes = UnitBytes(F);
+  static TM_DEVICE void Copy(const char* tile, int unit, int lane, int64_t, char* stage) {
+    const char* at = tile + static_cast<int64_t>(unit) * UnitBytes(F) + lane * 16;
+    CopyAsync(stage + lane * 16, at, 16);
+    if (lane < (UnitBytes(F) - kUnitCodeBytes) / 16) {
+      CopyAsync(stage + kUnitCodeBytes + lane * 16, at + kUnitCodeBytes, 16);
+    }
+  }
+  static TM_DEVICE Unit LoadStaged(const char* stage, int lane) {
+    return {LoadShared<Words<16>>(stage + lane * 16),
+            LoadShared<Words<kScaleBytes>>(stage + kUnitCodeBytes + (lane >> 2) * kScaleBytes)};
+  }
   static TM_DEVICE float HalfAt(const Unit& unit, int i) {
     return ConvertHalf(unit.scales.v[i / 2] >> (16 * (i % 2)));
   }
@@ -150,6 +164,18 @@ struct WeightFragments<MatrixFormat::kBF16> {
     const char* at = tile + (lane >> 2) * row_bytes + unit * 64 + (lane & 3) * 16;
     return {{LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at)),
              LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + 8 * row_bytes))}};
+  }
+  static constexpr int kStagedBytes = 2 * 32 * 16;
+  static TM_DEVICE void Copy(const char* tile, int unit, int lane, int64_t tile_bytes,
+                             char* stage) {
+    const int64_t row_bytes = tile_bytes / kTileOutputs;
+    const char* at = tile + (lane >> 2) * row_bytes + unit * 64 + (lane & 3) * 16;
+    CopyAsync(stage + lane * 16, at, 16);
+    CopyAsync(stage + kStagedBytes / 2 + lane * 16, at + 8 * row_bytes, 16);
+  }
+  static TM_DEVICE Unit LoadStaged(const char* stage, int lane) {
+    return {{LoadShared<Words<16>>(stage + lane * 16),
+             LoadShared<Words<16>>(stage + kStagedBytes / 2 + lane * 16)}};
   }
   static TM_DEVICE void Expand(const Unit& unit, int, uint32_t (&pairs)[2][4]) {
 #pragma unroll
