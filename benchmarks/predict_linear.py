@@ -1,0 +1,234 @@
+"""Predict the time of linear layers with few rows on a GPU from counts, without a GPU.
+
+    pip install nvidia-cuda-nvdisasm
+    python benchmarks/predict_linear.py [--nvdisasm PATH]
+
+It compiles StreamKernel for SM 90, counts registers and the instructions of the loop over units in
+SASS, and adds up a small model of an H100:
+
+* A block is resident as long as registers, shared memory and warps allow. Blocks beyond the first
+  wave begin when others end, and run almost alone.
+* A warp computes a unit every LATENCY / (units in flight) cycles, plus the cycles in which the
+  schedulers issue the instructions of all resident warps.
+* The SM receives at most its share of the bandwidth of a copy: COPY_SHARE of it, or ROW_SHARE for
+  rows of which a unit has 64 bytes.
+
+The first table compares the model with what commit d9c15d8 measured on an H100, whose kernels had
+one unit in flight. The second table predicts the kernels of this tree. Nothing here was measured on
+a GPU after d9c15d8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SMS, CLOCK_GHZ, COPY_GBPS = 132, 1.79, 3027.0  # H100; the clock under this load
+REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 227 * 1024, 64, 32
+LAUNCH_CYCLES, LATENCY, LATENCY_ALONE = 2000, 1130, 1060  # fitted to the measurements below
+COPY_SHARE, ROW_SHARE = 0.93, 0.64
+ISSUE_SHARE = 0.85  # of the cycles in which a scheduler can issue, if nothing else limits
+MAX_SLICES, WANTED_WARPS, MIN_UNITS = 8, 6144, 5  # as linear_ops.cu
+WEIGHT_FORMATS = {"q4_0": "kQ4_0", "q8_0": "kQ8_0", "mxfp4": "kMxfp4", "bf16": "kBF16"}
+# Bytes and columns of a unit of 16 outputs.
+UNITS = {"q4_0": (576, 64), "q8_0": (576, 32), "mxfp4": (544, 64), "bf16": (1024, 32)}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the compiler made of a kernel. `shared` is that of a warp."""
+
+    registers: int
+    instructions: int  # of a unit
+    in_flight: int  # units
+    shared: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matrix, and its measured microseconds with one row at d9c15d8."""
+
+    kind: str
+    outputs: int
+    cols: int
+    measured: float
+
+    @property
+    def tiles(self) -> int:
+        """Return the number of tiles of 16 outputs."""
+        return -(-self.outputs // 16)
+
+    @property
+    def units(self) -> int:
+        """Return the units of a tile."""
+        return -(-self.cols // UNITS[self.kind][1])
+
+    @property
+    def slices(self) -> int:
+        """Return the warps of a block, as NumSlices does."""
+        most = min(MAX_SLICES, WANTED_WARPS // self.tiles, self.units // MIN_UNITS)
+        return 1 << (max(most, 1).bit_length() - 1)
+
+    @property
+    def copy_us(self) -> float:
+        """Return the time in which a copy would read the weights."""
+        return self.tiles * self.units * UNITS[self.kind][0] / COPY_GBPS / 1e3
+
+
+LAYERS = (
+    Layer("q4_0", 28672, 4096, 46.25),
+    Layer("mxfp4", 28672, 4096, 32.49),
+    Layer("q8_0", 28672, 4096, 54.34),
+    Layer("bf16", 28672, 4096, 136.7),
+    Layer("q4_0", 4096, 4096, 8.92),
+    Layer("bf16", 4096, 4096, 17.45),
+)
+# The kernels of d9c15d8: registers by ptxas, and instructions of a unit counted in their SASS. ncu
+# reported 74 and 80 registers for q4_0 and bf16 as well. All loads share a scoreboard.
+OLD = {
+    "q4_0": Counts(74, 100, 1, 512),
+    "mxfp4": Counts(66, 117, 1, 512),
+    "q8_0": Counts(64, 64, 1, 512),
+    "bf16": Counts(80, 34, 1, 512),
+}
+
+
+def resident_blocks(layer: Layer, counts: Counts) -> int:
+    """Return how many blocks of a layer fit into an SM."""
+    warps = layer.slices
+    per_warp = -(-counts.registers // 8) * 8 * 32
+    return min(
+        REGISTERS // (per_warp * warps),
+        SHARED_BYTES // (counts.shared * warps + 1024),
+        MOST_WARPS // warps,
+        MOST_BLOCKS,
+    )
+
+
+def wave_cycles(layer: Layer, counts: Counts, blocks: float, latency: int) -> float:
+    """Return the cycles of a wave with `blocks` blocks on each SM."""
+    unit_bytes = UNITS[layer.kind][0]
+    warps = blocks * layer.slices
+    units = layer.units / layer.slices
+    issue = warps / 4 * counts.instructions
+    if counts.in_flight == 1:
+        by_latency = units * (latency + issue)
+    else:
+        by_latency = max(units * issue / ISSUE_SHARE, units * latency / counts.in_flight) + latency
+    share = ROW_SHARE if layer.kind == "bf16" else COPY_SHARE
+    by_bytes = warps * units * unit_bytes / (COPY_GBPS / SMS / CLOCK_GHZ * share)
+    return max(by_latency, by_bytes + (latency if counts.in_flight > 1 else 0))
+
+
+def predict(layer: Layer, counts: Counts) -> float:
+    """Return the microseconds of a layer with one row."""
+    per_sm = layer.tiles / SMS
+    resident = resident_blocks(layer, counts)
+    full, rest = divmod(per_sm, resident)
+    cycles = full * wave_cycles(layer, counts, resident, LATENCY)
+    if rest:
+        alone = LATENCY if full == 0 else LATENCY_ALONE
+        cycles += wave_cycles(layer, counts, rest, alone)
+    return (cycles + LAUNCH_CYCLES) / CLOCK_GHZ / 1e3
+
+
+def loop_instructions(sass: str) -> int:
+    """Return the instructions of the innermost loop that waits for copies."""
+    place: dict[str, int] = {}
+    lines: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            place[label[1]] = len(lines)
+        elif code := re.match(r"\s*/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            lines.append(code[1])
+    loops = []
+    for end, line in enumerate(lines):
+        target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        if target and place.get(target[1], end + 1) <= end:
+            begin = place[target[1]]
+            if any("DEPBAR.LE" in x for x in lines[begin:end]):
+                loops.append(end + 1 - begin)
+    if not loops:
+        raise ValueError("no loop waits for copies")
+    return min(loops)
+
+
+def stages_of(kind: str) -> int:
+    """Return the stages of a warp's ring, as StreamConfig."""
+    return min(max(4608 // UNITS[kind][0], 3), 8)
+
+
+def count(kind: str, nvdisasm: str, folder: Path) -> Counts:
+    """Compile the kernel of a format for SM 90 and count."""
+    name = WEIGHT_FORMATS[kind]
+    source, cubin = folder / f"{kind}.cu", folder / f"{kind}.cubin"
+    source.write_text(
+        '#include "turbomind/backend/cuda/linear/linear_stream.cuh"\n'
+        "using namespace turbomind;\nusing namespace turbomind::cuda;\n"
+        f"using C = StreamConfig<MatrixFormat::{name}, 1, 1>;\n"
+        f"static_assert(C::kStages == {stages_of(kind)});\n"
+        "template __global__ void turbomind::cuda::StreamKernel<C>(StreamParams);\n"
+    )
+    command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{ROOT / 'src'}"]
+    command += ["--expt-relaxed-constexpr", "-Xptxas=-v", "-cubin", "-o", str(cubin), str(source)]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(r"StreamKernel.*?Used (\d+) registers", log, re.S)
+    sass = subprocess.run(
+        [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
+    if used is None:
+        raise ValueError("ptxas names no registers")
+    stages = stages_of(kind)
+    return Counts(int(used[1]), loop_instructions(sass), stages - 1, stages * UNITS[kind][0])
+
+
+def print_table(title: str, counts: dict[str, Counts], *, measured: bool) -> None:
+    """Print the predictions of all layers."""
+    print(f"\n{title}\n")
+    last = "measured | error" if measured else "of a copy | at d9c15d8"
+    print(f"| layer | registers | blocks an SM | waves | in flight an SM | predicted | {last} |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for layer in LAYERS:
+        one = counts[layer.kind]
+        resident = resident_blocks(layer, one)
+        blocks = min(resident, layer.tiles / SMS)
+        flight = blocks * layer.slices * one.in_flight * UNITS[layer.kind][0] / 1024
+        us = predict(layer, one)
+        end = (
+            f"{layer.measured:.1f} | {us / layer.measured - 1:+.0%}"
+            if measured
+            else f"{layer.copy_us / us:.0%} | {layer.measured:.1f}"
+        )
+        print(
+            f"| {layer.kind}, {layer.outputs:,} x {layer.cols:,} | {one.registers} | {resident} | "
+            f"{layer.tiles / SMS / resident:.2f} | {flight:.0f} KiB | {us:.1f} us | {end} |"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
+    options = parser.parse_args(arguments)
+    print_table("Kernels of d9c15d8, microseconds with one row", OLD, measured=True)
+    if not options.nvdisasm or not shutil.which("nvcc"):
+        print("predict_linear.py: this tree needs nvcc and nvdisasm", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        new = {kind: count(kind, options.nvdisasm, Path(folder)) for kind in WEIGHT_FORMATS}
+    print_table("Kernels of this tree, predicted", new, measured=False)
+    for kind, one in new.items():
+        print(f"{kind}: {one.instructions} instructions a unit, {one.in_flight} units in flight")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
