@@ -1,9 +1,11 @@
 """Measure the speed of ops on a GPU, print rows and merge them into one file of JSON Lines.
 
     python benchmarks/bench_gpu.py device --bench build/cuda/device_bench --json FILE
+    python benchmarks/bench_gpu.py tuner --bench build/cuda/device_bench --json FILE
     python benchmarks/bench_gpu.py baselines --json FILE
 
-`device` times single ops, the most important cells first. `baselines` times FlashInfer on the
+`device` times single ops, the most important cells first. `tuner` times the kernels between which
+the engine chooses for the linear layers of an 8B model. `baselines` times FlashInfer on the
 decode cells of the file. Rows go to the file as they are measured; a new row replaces the row of
 the same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a cell failed, 2 for wrong
 arguments, 3 if there is no GPU. bench_engine.py --device cuda times the engine.
@@ -74,6 +76,18 @@ def device_cells(formats: Sequence[str]) -> Iterator[str]:
         yield f"op=flatten mode={mode} batch=1 context=32768 {heads} head_dim=128"
 
 
+def tuner_cells() -> Iterator[str]:
+    """Yield the cells whose answers are tables of the tuner."""
+    for name in FORMATS:
+        for rows, cols in LINEARS:
+            yield f"op=tune format={name} batch=1024 rows={rows} cols={cols}"
+
+
+def small_tuner_cells() -> Iterator[str]:
+    """Yield a tiny cell of the tuner, to test the program on any device."""
+    yield "op=tune format=q4_0 batch=2 rows=64 cols=64"
+
+
 def small_cells() -> Iterator[str]:
     """Yield one tiny cell of every op, to test the program on any device."""
     yield "op=copy mb=1"
@@ -135,11 +149,18 @@ def machine_of(about: Row) -> str:
     return ", ".join(label + str(about[key]) for key, label in labels.items() if key in about)
 
 
+def cells_of(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the cells that the options select."""
+    if options.what == "tuner":
+        return small_tuner_cells() if options.small else tuner_cells()
+    return small_cells() if options.small else device_cells(kv_formats(options.bench))
+
+
 def measure_ours(options: argparse.Namespace) -> list[str]:
     """Measure with device_bench and return what failed."""
     command = [str(options.bench), f"device={options.device}"]
     command += ["rotate_mb=0", "round_ms=0"] if options.small else []
-    cells = list(small_cells() if options.small else device_cells(kv_formats(options.bench)))
+    cells = list(cells_of(options))
     end, num_rows, failed = time.monotonic() + options.budget_s, 0, []
     with contextlib.closing(answers(command, cells)) as found:
         file = ResultsFile(options.json, machine=machine_of(next(found)), key=ROW_KEY)
@@ -178,15 +199,15 @@ def measure_baselines(options: argparse.Namespace) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("what", choices=("device", "baselines"))
+    parser.add_argument("what", choices=("device", "tuner", "baselines"))
     parser.add_argument("--bench", type=Path, help="the program device_bench")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=160.0, help="default: %(default)s")
     parser.add_argument("--json", type=Path, required=True, help="the file of the rows")
     parser.add_argument("--small", action="store_true", help="tiny cells, to test the program")
     options = parser.parse_args(arguments)
-    if options.what == "device" and not options.bench:
-        parser.error("device needs --bench.")
+    if options.what != "baselines" and not options.bench:
+        parser.error(f"{options.what} needs --bench.")
     try:
         measure = measure_baselines if options.what == "baselines" else measure_ours
         failed = measure(options)

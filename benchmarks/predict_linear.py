@@ -36,7 +36,7 @@ REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 227 * 1024, 64, 32
 LAUNCH_CYCLES, LATENCY, LATENCY_ALONE = 2000, 1130, 1060  # fitted to the measurements below
 COPY_SHARE, ROW_SHARE = 0.93, 0.64
 ISSUE_SHARE = 0.85  # of the cycles in which a scheduler can issue, if nothing else limits
-MAX_SLICES, WANTED_WARPS, MIN_UNITS = 8, 6144, 5  # as linear_ops.cu
+MAX_SLICES, WANTED_WARPS, MIN_UNITS = 8, 6144, 5  # as linear_choice.cc
 WEIGHT_FORMATS = {"q4_0": "kQ4_0", "q8_0": "kQ8_0", "mxfp4": "kMxfp4", "bf16": "kBF16"}
 # Bytes and columns of a unit of 16 outputs.
 UNITS = {"q4_0": (576, 64), "q8_0": (576, 32), "mxfp4": (544, 64), "bf16": (1024, 32)}

@@ -78,3 +78,17 @@ string(SUBSTRING ${hash} 0 12 hash)
 file(STRINGS lmdeploy/version.py version REGEX "^__version__")
 string(REGEX MATCH "[0-9.]+" version "${version}")
 set(tm_cuda_definitions "TM_CUDA_STAMP=\"${version} ${hash}\"" "TM_CUDA_ARCHS=\"${archs}\"")
+
+# The tuner's choices are for these kernels. Only plugin.cu gets their hash, because every change of
+# a kernel changes it.
+file(GLOB_RECURSE kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/turbomind/backend/cuda/*.cu*
+     ${CMAKE_CURRENT_SOURCE_DIR}/src/turbomind/backend/cuda/linear/*)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${kernels})
+set(hashes "")
+foreach(file ${kernels})
+  file(SHA256 ${file} hash)
+  string(APPEND hashes ${hash})
+endforeach()
+string(SHA256 hash "${hashes}")
+string(SUBSTRING ${hash} 0 12 hash)
+set(tm_cuda_plugin_definitions ${tm_cuda_definitions} "TM_CUDA_KERNELS=\"${version} ${hash}\"")

@@ -252,12 +252,42 @@ class DeviceCapability:
     drafts_by_default: Final[bool]
     has_all_formats: Final[bool]
 
+class TunedChoice:
+    """The kernel that a device uses for one question, and what it takes."""
+
+    def __init__(
+        self, *, question: str, kernel: str, table_kernel: str, us: float, table_us: float
+    ) -> None: ...
+    question: Final[str]
+    kernel: Final[str]
+    table_kernel: Final[str]  # the choice of the table in the source
+    us: Final[float]  # microseconds of a call
+    table_us: Final[float]
+
+class TuningResult:
+    machine: Final[str]  # what the choices depend on; empty: the device has nothing to choose
+    choices: Final[list[TunedChoice]]
+    num_measured: Final[int]
+    num_left: Final[int]  # not measured for lack of time or memory
+
 class Device:
     name: Final[str]
     gemm_backend: Final[str]  # library of matrix multiplication; empty on the CPU
     gemm_input_dtype: Final[str]  # int8, int12, int16 or bfloat16
     free_bytes: Final[int | None]  # of its own memory; None: it uses the host's
     capability: Final[DeviceCapability]
+    def tune(
+        self,
+        models: list[Weights],
+        *,
+        saved: list[TunedChoice],
+        max_rows: int,
+        max_seconds: float,
+    ) -> TuningResult:
+        """Choose kernels for the layers of the models by their times. The GIL is released.
+
+        Call it before an engine uses the device. Without models, it only returns the machine.
+        """
 
 class Weights:
     num_bytes: Final[int]

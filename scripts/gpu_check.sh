@@ -8,6 +8,7 @@
 #   scripts/gpu_check.sh build                 only builds
 #
 #   conformance  compares every op in every mode on the GPU with the CPU              (gpu_ops_test)
+#   tuner        prints the kernels that this GPU is fastest with, as rows to commit (bench_gpu.py tuner)
 #   kernels      measures the speed of every op                              (bench_gpu.py device)
 #   generation   measures tokens per second of the model TM_GPU_MODEL (bench_engine.py --device cuda)
 #   python       serves tiny models, compares their scores with those of the CPU, and moves KV blocks
@@ -17,7 +18,7 @@
 #
 # TM_CUDA_BUILD    a folder with programs that were built elsewhere; by default build/cuda is built
 # TM_CUDA_ARCHS    architectures to build for; default: that of the first GPU
-# TM_GPU_RESULTS   the folder for gpu_NAME.jsonl; default benchmarks/results
+# TM_GPU_RESULTS   the folder for gpu_NAME.jsonl and tuner_NAME.jsonl; default benchmarks/results
 # TM_GPU_LOGS      the folder for the output of every part; default build/gpu_check
 # TM_GPU_MODEL     a checkpoint for the part generation; benchmarks/make_random_checkpoint.py makes one
 # PYTHON           default python3; generation needs lmdeploy of this tree, the baselines need torch and
@@ -29,9 +30,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-readonly PARTS=(conformance kernels generation python memcheck racecheck baselines)
+readonly PARTS=(conformance tuner kernels generation python memcheck racecheck baselines)
 declare -rA LIMIT_S=(
-  [conformance]="${SECONDS_conformance:-120}" [kernels]="${SECONDS_kernels:-110}"
+  [conformance]="${SECONDS_conformance:-120}" [tuner]="${SECONDS_tuner:-60}" [kernels]="${SECONDS_kernels:-110}"
   [generation]="${SECONDS_generation:-130}" [python]="${SECONDS_python:-120}" [memcheck]="${SECONDS_memcheck:-60}"
   [racecheck]="${SECONDS_racecheck:-60}" [baselines]="${SECONDS_baselines:-300}"
 )
@@ -116,12 +117,13 @@ sanitize() {
 part_memcheck() { sanitize memcheck; }
 part_racecheck() { sanitize racecheck; }
 
-bench() { # bench PART ARGUMENTS…
+bench() { # bench PART FILE ARGUMENTS…
   local budget=$((LIMIT_S[$1] - 10))
-  timeout -k 5 "${LIMIT_S[$1]}" "$PYTHON" benchmarks/bench_gpu.py "${@:2}" --json "$json" \
+  timeout -k 5 "${LIMIT_S[$1]}" "$PYTHON" benchmarks/bench_gpu.py "${@:3}" --json "$2" \
     --budget-s "$((budget > 0 ? budget : 0))"
 }
-part_kernels() { bench kernels device --bench "$BUILD/device_bench"; }
+part_tuner() { bench tuner "$RESULTS/tuner_$name.jsonl" tuner --bench "$BUILD/device_bench"; }
+part_kernels() { bench kernels "$json" device --bench "$BUILD/device_bench"; }
 part_generation() {
   [ -n "${TM_GPU_MODEL:-}" ] || { echo "skipped: TM_GPU_MODEL names no checkpoint"; return 0; }
   timeout -k 5 "${LIMIT_S[generation]}" "$PYTHON" benchmarks/bench_engine.py --device cuda \
@@ -135,7 +137,7 @@ part_python() {
 }
 part_baselines() {
   [ -e "$json" ] || { echo "skipped: there are no rows of our kernels"; return 0; }
-  bench baselines baselines
+  bench baselines "$json" baselines
   local code=$?
   [ "$code" != "$NO_GPU" ] || { echo "skipped: no torch that uses the GPU"; return 0; }
   return "$code"

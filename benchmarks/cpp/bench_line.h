@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace turbomind::bench {
 
@@ -102,6 +103,14 @@ class Json {
     char text[40];
     std::snprintf(text, sizeof(text), "%.6g", value);
     return Raw(key, std::isfinite(value) ? text : "null");
+  }
+
+  Json& Add(const std::string& key, const std::vector<Json>& objects) {
+    std::string text;
+    for (const Json& object : objects) {
+      text += (text.empty() ? "{" : ", {") + object.text_ + "}";
+    }
+    return Raw(key, "[" + text + "]");
   }
 
   void Print() const {

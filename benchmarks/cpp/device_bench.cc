@@ -9,19 +9,21 @@
 //     window_format=none
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
+//   op=tune format=bf16 batch=1024 rows=4096 cols=4096 seconds=10
 // op=quantize quantizes the blocks of the new tokens, which leave a window in window_format.
 // k_offset=1 gives every block a K offset (kv/k_offset.h), and fast_pairs=n adds a fast bias
-// (ops/fast_bias.h).
-// A step has `launches` launches, which a cell may override. They cycle through at least two layers
-// of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are recorded
-// and replayed. A figure is the median of five rounds of at least round_ms: microseconds of a
-// launch, including the host's work. Bytes are the minimum that the op must move.
+// (ops/fast_bias.h). op=tune answers with the tuner's choices for all numbers of rows up to
+// `batch`. A step has `launches` launches, which a cell may override. They cycle through at least
+// two layers of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are
+// recorded and replayed. A figure is the median of five rounds of at least round_ms: microseconds
+// of a launch, including the host's work. Bytes are the minimum that the op must move.
 
 #include <exception>
 #include <iostream>
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "bench_device.h"
 #include "bench_line.h"
@@ -50,7 +52,35 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
   }
   throw std::invalid_argument("op is " + op +
                               ". It must be one of decode, prefill, write, quantize, flatten, "
-                              "linear, copy.");
+                              "linear, copy, tune.");
+}
+
+// Tunes a layer of one matrix. The calls cycle through rotate_bytes of equal matrices.
+TuningResult TuneCell(Device& device, Cell& cell, const Limits& limits) {
+  const MatrixShape shape(cell);
+  const int seconds = cell.Number("seconds", 10);
+  cell.RequireAllRead();
+  const MatrixBench matrices(device, shape, limits);
+  TuningParams params = {.layers = {}, .saved = {}, .max_seconds = static_cast<double>(seconds)};
+  for (int layer = 0; layer < matrices.layers(); ++layer) {
+    params.layers.push_back({.parts = {*matrices.Layer(layer)}, .max_rows = shape.tokens});
+  }
+  return device.Tune(params);
+}
+
+void AddTuning(Json& answer, const TuningResult& tuned) {
+  std::vector<Json> choices;
+  for (const TunedChoice& choice : tuned.choices) {
+    choices.push_back(Json()
+                          .Add("question", choice.question)
+                          .Add("kernel", choice.kernel)
+                          .Add("table_kernel", choice.table_kernel)
+                          .Add("us", choice.us)
+                          .Add("table_us", choice.table_us));
+  }
+  answer.Add("tuned_for", tuned.machine)
+      .Add("choices", choices)
+      .Add("num_left", int64_t{tuned.num_left});
 }
 
 // Measures one cell on a new device, because a device may replay the recorded step of an earlier
@@ -60,6 +90,11 @@ void Answer(const DeviceChoice& choice, const std::string& line, const Limits& l
   try {
     Cell cell(line);
     const std::shared_ptr<Device> device = choice.Make();
+    if (cell.Text("op") == "tune") {
+      AddTuning(answer, TuneCell(*device, cell, limits));
+      answer.Print();
+      return;
+    }
     const Measured found = RunCell(*device, cell, limits);
     answer.Add("us", found.timing.median)
         .Add("us_low", found.timing.low)

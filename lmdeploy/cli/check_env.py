@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lmdeploy.base.installed import OURS, installed_version, namesake_warning
 from lmdeploy.base.resources import cpu_name, cpu_quota, free_memory_bytes, usable_cores
+from lmdeploy.base.tuner_file import describe_file
 from lmdeploy.config.kv_format_options import reported_formats
 from lmdeploy.version import __version__
 
@@ -79,7 +80,7 @@ def cpu_device() -> Iterator[str]:
 def gpus() -> Iterator[str]:
     """Yield each GPU and whether it can be used, or why there is none."""
     from lmdeploy import _turbomind
-    from lmdeploy.engine.devices import cublas_lt_files, free_bytes
+    from lmdeploy.engine.devices import cublas_lt_files, free_bytes, tuning_machine
 
     found, why_none = _turbomind.cuda_devices()
     if not found:
@@ -98,6 +99,15 @@ def gpus() -> Iterator[str]:
             f"{line}, {free / 2**30:.1f} GiB free; selected by {flags}; "
             f"matrix multiplication: {device.gemm_backend}"
         )
+        yield f"tuner of GPU {index}: {tuner_line(tuning_machine(device))}"
+
+
+def tuner_line(machine: str) -> str:
+    """Return what the tuner's file of a machine holds."""
+    try:
+        return describe_file(machine)
+    except ValueError as error:  # LMDEPLOY_TUNER
+        return f"ERROR {error}"
 
 
 def kv_formats() -> Iterator[str]:

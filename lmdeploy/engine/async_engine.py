@@ -132,7 +132,13 @@ class AsyncEngine:
         """Return the lines about the device and the KV cache that a command prints at its start."""
         from lmdeploy.engine.kv_quality import state_line
 
-        lines = (self.running.device_line, self.cache_line(), state_line(self.memory_plan()))
+        running = self.running
+        lines = (
+            running.device_line,
+            running.tuner_line,
+            self.cache_line(),
+            state_line(self.memory_plan()),
+        )
         return [line for line in lines if line]
 
     def stats(self) -> EngineStats:
@@ -303,7 +309,8 @@ class AsyncEngine:
             self.check_healthy(may_sleep=True)
             left = self._asleep - frozenset(parts)
             if self.is_sleeping and not left:
-                self.running.core, self.running.on_close = self.running.restart()
+                started = self.running.restart()
+                self.running.core, self.running.on_close = started.core, started.on_close
                 self._start_draining()
             self._asleep = left
 

@@ -59,6 +59,7 @@ class StartedCore(NamedTuple):
 
     core: EngineCore
     on_close: Callable[[], None] = lambda: None
+    tuner_line: str = ""
 
 
 @dataclass
@@ -75,6 +76,7 @@ class RunningCore:
     kv: KvOptions
     block_tokens: int
     device_line: str = ""
+    tuner_line: str = ""  # empty if the device has no choices between kernels
     gemm_input_dtype: str = "int16"
     cache_identity: Callable[[], dict[str, Any]] = dict
     traffic: PrefixTraffic | None = None  # None without a store

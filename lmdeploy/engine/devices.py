@@ -5,20 +5,29 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmdeploy.base.resources import free_memory_bytes, usable_cores
+from lmdeploy.base.tuner_file import (
+    TunerFileError,
+    read_choices,
+    tuner_file,
+    tuner_is_on,
+    write_choices,
+)
 from lmdeploy.config.engine import TurbomindEngineConfig
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device, DeviceCapability
+    from lmdeploy._turbomind import Device, DeviceCapability, TunedChoice, TuningResult, Weights
 
 logger = logging.getLogger("lmdeploy")
 
 _DRIVER_FILE = "/dev/nvidiactl"
 # The default with a GPU. More threads make packing and sampling hardly faster.
 _MOST_GPU_THREADS = 16
+_MAX_TUNING_SECONDS = 2.0
 
 # The files of the wheels nvidia-cublas and nvidia-cublas-cu12 in the package `nvidia`.
 _CUBLAS_LT = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
@@ -94,3 +103,76 @@ def open_device(config: TurbomindEngineConfig) -> Device:
             "--gemm-input-dtype."
         )
     return device
+
+
+def tuning_machine(device: Device) -> str:
+    """Return what the choices of a device's kernels depend on, or "" if it has no choices."""
+    return device.tune([], saved=[], max_rows=0, max_seconds=0.0).machine
+
+
+def tune_device(device: Device, models: list[Weights], *, max_rows: int) -> str:
+    """Choose the device's kernels for the layers of the models, before an engine uses it.
+
+    The choices come from the machine's file. Those that it lacks are measured and stored.
+
+    Args:
+        max_rows: maximum number of tokens in a step.
+
+    Returns:
+        the line that a server prints at start, or "" if there is nothing to choose.
+    """
+    machine = tuning_machine(device) if tuner_is_on() else ""
+    if not machine:
+        return ""
+    path = tuner_file(machine)
+    saved = [] if path is None else _saved_choices(path, machine, warns=True)
+    begin = time.monotonic()
+    result = device.tune(models, saved=saved, max_rows=max_rows, max_seconds=_MAX_TUNING_SECONDS)
+    seconds = time.monotonic() - begin
+    if path is not None and result.num_measured:
+        _store_choices(path, machine, choices=result.choices)
+    return tuner_line(result, path, seconds=seconds)
+
+
+def tuner_line(result: TuningResult, path: Path | None, *, seconds: float) -> str:
+    """Return one line about the choices: where they come from, and what they gain."""
+    total, measured = len(result.choices), result.num_measured
+    if total == 0:
+        return ""
+    source = f"measured in {seconds:.1f} s" if measured else f"from {path}"
+    count = f"{measured} of {total}" if 0 < measured < total else f"{total}"
+    other = [choice for choice in result.choices if choice.kernel != choice.table_kernel]
+    line = f"tuner: {count} choices {source}; {len(other)} differ from the table"
+    if other:
+        best = max(other, key=_gain)
+        line += f", at most {_gain(best):.2f} times as fast ({best.question}: {best.kernel})"
+    return line + (f"; {result.num_left} not measured" if result.num_left else "")
+
+
+def _gain(choice: TunedChoice) -> float:
+    return choice.table_us / choice.us if choice.us > 0 else 1.0
+
+
+def _saved_choices(path: Path, machine: str, *, warns: bool) -> list[TunedChoice]:
+    try:
+        return read_choices(path, machine)
+    except FileNotFoundError:
+        return []
+    except TunerFileError as error:
+        if warns:
+            logger.warning("The GPU is tuned again: %s: %s", path, error)
+        return []
+
+
+def _store_choices(path: Path, machine: str, *, choices: list[TunedChoice]) -> None:
+    """Add choices to the file, in which another process may have put some in the meantime."""
+    saved = _saved_choices(path, machine, warns=False)
+    by_question = {choice.question: choice for choice in saved}
+    for choice in choices:
+        by_question.pop(choice.question, None)  # the newest ones come last
+        by_question[choice.question] = choice
+    try:
+        write_choices(path, machine, choices=by_question.values())
+    except OSError as error:
+        reason = error.strerror or error
+        logger.warning("The tuner's choices are not stored in %s: %s", path.parent, reason)

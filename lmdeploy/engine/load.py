@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import show
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.tuner_file import tuner_is_on
 from lmdeploy.chat.formats.base import ChatFormat, ModelInfo
 from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.core import RunningCore, StartedCore
-from lmdeploy.engine.devices import device_line, free_bytes, open_device
+from lmdeploy.engine.devices import (
+    device_line,
+    free_bytes,
+    open_device,
+    step_sizes,
+    tune_device,
+)
 from lmdeploy.engine.kv_quality import warn_of_bias
 from lmdeploy.engine.plan import plan_engine, read_draft_texts
 from lmdeploy.engine.prefix_store import identity_of_cache, open_publisher, open_traffic
@@ -111,6 +118,7 @@ def load_engine(
 
 def _plan(model_path: str, config: TurbomindEngineConfig) -> _Plan:
     """Open the device and the files of a model."""
+    tuner_is_on()  # raises for a wrong value before the weights are loaded
     device = open_device(config)
     files, engine_config, kv = plan_engine(model_path, config, device=device)
     identity = identity_of_cache(model_path, config, files=files, kv=kv)
@@ -190,6 +198,7 @@ def _running_core(
         kv=plan.kv,
         block_tokens=plan.engine_config.cache_block_seq_len,
         device_line=device_line(plan.device),
+        tuner_line=started.tuner_line,
         gemm_input_dtype=plan.device.gemm_input_dtype,
         cache_identity=plan.cache_identity,
     )
@@ -212,6 +221,11 @@ def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> 
         device=device,
         block_seq_len=config.cache_block_seq_len,
     )
+    line = tune_device(
+        device,
+        [model.weights for model in models],
+        max_rows=step_sizes(plan.config, device.capability)[1],
+    )
     mapped_bytes = sum(model.mapped_bytes for model in models)
     core = _start_engine(loaded, config, device=device, mapped_bytes=mapped_bytes)
     writers = [model.cache_writer for model in models if model.cache_writer is not None]
@@ -222,7 +236,7 @@ def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> 
         for writer in writers:
             writer.stop()
 
-    return StartedCore(core, on_close)
+    return StartedCore(core, on_close, line)
 
 
 def _start_engine(

@@ -55,6 +55,8 @@ struct CudaDeviceOptions {
   // cuBLASLt: names for dlopen, tried in this order before the default locations
   // (backend/cuda/linear/cublas_lt.h).
   std::vector<std::string> cublas_lt = {};
+  // Identifies the library's kernels in TuningResult::machine. The library sets it.
+  std::string kernels = {};
 };
 
 inline constexpr char kCudaLibrarySymbol[] = "turbomind_cuda_library";

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +14,7 @@
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
+#include "turbomind/model/layers_to_tune.h"
 
 namespace py = pybind11;
 
@@ -40,9 +43,42 @@ std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads,
                                            "\", which this build does not have. Change --device.");
 }
 
+TuningResult Tune(Device& device, const std::vector<std::shared_ptr<Weights>>& models,
+                  std::vector<TunedChoice> saved, int max_rows, double max_seconds) {
+  TuningParams params = {.layers = {}, .saved = std::move(saved), .max_seconds = max_seconds};
+  for (const auto& weights : models) {
+    std::vector<LayerToTune> layers =
+        LayersToTune(*weights, max_rows, device.capability().max_logit_rows);
+    std::ranges::move(layers, std::back_inserter(params.layers));
+  }
+  return device.Tune(params);
+}
+
+void DefTuning(py::module_& m) {
+  py::class_<TunedChoice>(m, "TunedChoice")
+      .def(py::init([](std::string question, std::string kernel, std::string table_kernel,
+                       double us, double table_us) {
+             return TunedChoice{std::move(question), std::move(kernel), std::move(table_kernel), us,
+                                table_us};
+           }),
+           py::kw_only(), py::arg("question"), py::arg("kernel"), py::arg("table_kernel"),
+           py::arg("us"), py::arg("table_us"))
+      .def_readonly("question", &TunedChoice::question)
+      .def_readonly("kernel", &TunedChoice::kernel)
+      .def_readonly("table_kernel", &TunedChoice::table_kernel)
+      .def_readonly("us", &TunedChoice::us)
+      .def_readonly("table_us", &TunedChoice::table_us);
+  py::class_<TuningResult>(m, "TuningResult")
+      .def_readonly("machine", &TuningResult::machine)
+      .def_readonly("choices", &TuningResult::choices)
+      .def_readonly("num_measured", &TuningResult::num_measured)
+      .def_readonly("num_left", &TuningResult::num_left);
+}
+
 }  // namespace
 
 void DefDevices(py::module_& m) {
+  DefTuning(m);
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<DeviceCapability>(m, "DeviceCapability")
       .def(py::init<>())
@@ -60,7 +96,9 @@ void DefDevices(py::module_& m) {
       .def_property_readonly("gemm_backend", &Device::gemm_backend)
       .def_property_readonly("gemm_input_dtype", &Device::gemm_input_dtype)
       .def_property_readonly("free_bytes", &Device::free_bytes)
-      .def_property_readonly("capability", &Device::capability);
+      .def_property_readonly("capability", &Device::capability)
+      .def("tune", &Tune, py::arg("models"), py::kw_only(), py::arg("saved"), py::arg("max_rows"),
+           py::arg("max_seconds"), release());
   m.def(
       "make_cpu_device",
       [](int num_threads, const std::string& isa, bool int8_activations, bool deterministic) {

@@ -18,20 +18,24 @@ int64_t LinearWeight::rows() const {
 
 int64_t LinearWeight::cols() const { return parts.empty() ? 0 : parts.front()->cols; }
 
+std::vector<const LinearWeight*> LayerWeights::shared_linears() const {
+  return {&qkv,
+          &attention_gate,
+          &output,
+          &recurrent.input,
+          &recurrent.output,
+          &gate_up,
+          &down,
+          &moe.router,
+          &moe.latent_down,
+          &moe.latent_up,
+          &moe.shared_gate_up,
+          &moe.shared_down,
+          &moe.shared_router};
+}
+
 std::vector<const LinearWeight*> LayerWeights::linears() const {
-  std::vector<const LinearWeight*> all = {&qkv,
-                                          &attention_gate,
-                                          &output,
-                                          &recurrent.input,
-                                          &recurrent.output,
-                                          &gate_up,
-                                          &down,
-                                          &moe.router,
-                                          &moe.latent_down,
-                                          &moe.latent_up,
-                                          &moe.shared_gate_up,
-                                          &moe.shared_down,
-                                          &moe.shared_router};
+  std::vector<const LinearWeight*> all = shared_linears();
   for (const ExpertWeights& expert : moe.experts) {
     all.push_back(&expert.gate_up);
     all.push_back(&expert.down);

@@ -83,7 +83,8 @@ struct LayerWeights {
   LinearWeight down;            // [hidden, intermediate], for a dense layer
   MoeWeights moe;
 
-  // Returns every linear layer, including empty ones.
+  // Returns every linear layer, including empty ones: those that every token uses, and all.
+  std::vector<const LinearWeight*> shared_linears() const;
   std::vector<const LinearWeight*> linears() const;
 };
 

@@ -12,6 +12,7 @@
 #include "turbomind/ops/checkpoint_params.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/recurrent_params.h"
+#include "turbomind/ops/tuning.h"
 
 namespace turbomind {
 
@@ -71,6 +72,13 @@ class Device : public DeviceMemory {
   // tests: quantized sources are dequantized (8 times the bytes of MXFP4) and activations are not
   // rounded. Throws InvalidArgument for shapes that the format does not allow.
   virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
+
+  // Chooses kernels for the layers by their times. Later calls use the choices. Call it once the
+  // weights are packed, before the first step. Without layers it only returns the machine.
+  virtual TuningResult Tune(const TuningParams& params) {
+    static_cast<void>(params);
+    return {};
+  }
 
   virtual void Embed(const EmbedParams& params) = 0;
   virtual void FillRope(const FillRopeParams& params) = 0;

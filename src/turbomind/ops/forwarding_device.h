@@ -45,6 +45,7 @@ class ForwardingDevice : public Device {
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     return device_->PackMatrix(source, exact);
   }
+  TuningResult Tune(const TuningParams& params) override { return device_->Tune(params); }
   void Embed(const EmbedParams& params) override { device_->Embed(params); }
   void FillRope(const FillRopeParams& params) override { device_->FillRope(params); }
   void Norm(const NormParams& params) override { device_->Norm(params); }

@@ -20,6 +20,7 @@
 #include "cpu/linear_fixture.h"
 #include "cpu/linear_suite.h"
 #include "cuda/gpu_array.h"
+#include "cuda/linear_gpu.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/core/check.h"
@@ -47,41 +48,6 @@ constexpr double kSumRounding = 0x1p-22;
 // two at or below x, and x is 1.35 times that power on average. The margin covers the small number
 // of measured outputs.
 constexpr double kDocumentedError = 1.9e-3;
-
-struct Gpu {
-  explicit Gpu(std::unique_ptr<CublasLt> library = nullptr, size_t piece_bytes = 0)
-      : stream(CreateStream()),
-        workspace(stream),
-        pool(2),
-        uploader(stream, pool),
-        memory(piece_bytes),
-        linear(std::move(library)) {
-    ctx.stream = stream;
-    ctx.gpu = PropertiesOf(0);
-    ctx.gpu.num_sms = 2;  // one block of rows and outputs gets separate slices, more blocks do not
-    ctx.workspace = &workspace;
-  }
-  Stream stream;
-  Workspace workspace;
-  ThreadPool pool;
-  Uploader uploader;
-  MatrixMemory memory;
-  CudaLinear linear;
-  Context ctx;
-};
-
-// Return null if a machine with a GPU has no cuBLASLt. Without a GPU, the stand-in is a file that
-// always exists.
-std::unique_ptr<CublasLt> Library() {
-  std::string why;
-  std::unique_ptr<CublasLt> library = CublasLt::Load({TM_CUBLAS_LT}, &why);
-  if (library == nullptr) {
-    constexpr std::string_view kName = TM_CUBLAS_LT;
-    REQUIRE_MESSAGE(kName.find('/') == kName.npos, why);
-    MESSAGE("skipped: " << why);
-  }
-  return library;
-}
 
 // One matrix of a stack, with all its values.
 struct Part {

@@ -88,6 +88,24 @@ def test_scores_equal_those_of_the_cpu(
     assert gap < WORST_PPL
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_tuned_kernels_score_as_the_cpu(
+    folders: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LMDEPLOY_TUNER", "1")
+    batch = [random_ids(seed) for seed in range(4)]
+    with Pipeline(folders[name], config(device_type="cpu")) as pipe:
+        wanted = pipe.get_ppl(batch)
+    for source in ("measured in", f"from {tmp_path}"):
+        with Pipeline(folders[name], config(device_type="cuda")) as pipe:
+            found = pipe.get_ppl(batch)
+            line = pipe.engine.running.tuner_line
+        print(line)
+        assert line.startswith("tuner: ") and source in line
+        assert max(abs(a - b) for a, b in zip(wanted, found, strict=True)) < WORST_PPL
+
+
 @pytest.mark.parametrize("bias", [0.0, 50.0])  # with 50, one token follows again and again
 def test_drafts_change_no_token(folders: dict[str, str], bias: float) -> None:
     prompt = [9, 3, 27, 41, 5] * 8

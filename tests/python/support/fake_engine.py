@@ -367,7 +367,8 @@ def make_parts(
         model_path="fake",
     )
     return text, RunningCore(
-        *StartedCore(new_core()),
+        new_core(),
+        on_close=lambda: None,
         restart=lambda: StartedCore(new_core()),
         kv=BALANCED,
         block_tokens=64,

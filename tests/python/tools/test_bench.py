@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,3 +194,28 @@ def test_gpu_ops_have_small_tests_for_the_memory_checkers():
     }
     ops = {"decode_ops", "sampling_ops", "kv_flatten", "kv_ops", "linear_ops", "prefill_ops"}
     assert small == {*ops, "device_suite", "recurrent_suite", "routing_suite"}
+
+
+def test_gpu_check_tuner_prints_and_stores_rows_to_commit(tmp_path):
+    build, results = tmp_path / "build", tmp_path / "results"
+    build.mkdir()
+    table = {"tuned_for": "Synthetic GPU, SM 90", "choices": [{"kernel": "tile"}], "num_left": 0}
+    program = build / "device_bench"
+    program.write_text(DEVICE_BENCH.replace('{"us": 10.0}', repr(table)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (build / "libturbomind_cuda.so").touch()
+    env = {**os.environ, "PYTHON": sys.executable, "TM_CUDA_BUILD": str(build)}
+    env |= {"TM_GPU_RESULTS": str(results), "TM_GPU_LOGS": str(tmp_path / "logs")}
+    command = [str(ROOT / "scripts/gpu_check.sh"), "tuner"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_rows(results / "tuner_synthetic_gpu.jsonl")
+    assert [row["cell"] for row in rows] == list(bench_gpu.tuner_cells())
+    assert all(row["choices"] == table["choices"] for row in rows)
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert printed == rows
+    program.write_text(
+        '#!/bin/sh\necho \'{"device": "Synthetic GPU"}\'\nread cell && exit 9\nexit 0\n'
+    )
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1 and "tuner        FAILED" in done.stdout

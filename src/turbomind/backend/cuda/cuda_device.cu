@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <string>
 
@@ -10,9 +11,11 @@
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/backend/cuda/linear/linear_ops.h"
+#include "turbomind/backend/cuda/linear/linear_tuning.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
 #include "turbomind/backend/cuda/recurrent/recurrent_ops.h"
 #include "turbomind/backend/cuda/runtime/context.h"
+#include "turbomind/backend/cuda/runtime/event_timer.h"
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
@@ -112,6 +115,7 @@ class CudaDevice final : public Device {
         pool_(options.num_threads),
         uploader_(stream_, pool_),
         matrix_memory_(properties_.matrix_piece_bytes),
+        kernels_(options.kernels),
         linear_(LoadCublasLt(options, &gemm_backend_)) {}
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
@@ -181,6 +185,8 @@ class CudaDevice final : public Device {
     UseGpu(gpu_);
     return CudaPackMatrix(matrix_memory_, uploader_, source, exact);
   }
+
+  TuningResult Tune(const TuningParams& params) override;
 
   void Embed(const EmbedParams& params) override {
     EmbedParams p = params;
@@ -282,11 +288,32 @@ class CudaDevice final : public Device {
   ThreadPool pool_;
   Uploader uploader_;
   MatrixMemory matrix_memory_;
+  const std::string kernels_;
   std::string gemm_backend_;
   CudaLinear linear_;
   int64_t num_released_ = 0;  // recorded graphs may hold released addresses
   PinnedBuffer read_back_;
 };
+
+TuningResult CudaDevice::Tune(const TuningParams& params) {
+  if (context_.deterministic) {
+    return {};
+  }
+  UseGpu(gpu_);
+  EventTimer timer(stream_);
+  const auto time = [&](const std::string&, LinearKernel, FunctionRef<void()> work) {
+    return timer.Time(work);
+  };
+  const auto seconds = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  };
+  TuningResult result = TuneLinear(context_, linear_, params, {time, seconds});
+  const std::string library = std::to_string(linear_.library_version());
+  result.machine = properties_.name + ", SM " + std::to_string(properties_.sm) + ", driver " +
+                   properties_.driver + ", cuBLASLt " + library + ", kernels " + kernels_;
+  return result;
+}
 
 void CudaDevice::QuantizeBlocks(const QuantizeBlocksParams& params) {
   QuantizeBlocksParams p = params;

@@ -98,6 +98,7 @@ Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexce
   return Guarded(why, static_cast<Device*>(nullptr), [&] {
     CudaDeviceOptions resolved = options;
     resolved.cublas_lt = CublasLtLibraries(options);
+    resolved.kernels = TM_CUDA_KERNELS;
     auto device = MakeDevice(gpu, resolved);
     RequireKernels(gpu);
     return device.release();

@@ -149,9 +149,11 @@ CublasLt::~CublasLt() {
   }
 }
 
+size_t CublasLt::version() const { return functions_->version(); }
+
 std::string CublasLt::name() const {
-  const size_t version = functions_->version();
-  return "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100);
+  return "cuBLASLt " + std::to_string(version() / 10000) + "." +
+         std::to_string(version() / 100 % 100);
 }
 
 std::vector<std::string> CublasLt::UsualPlaces(const std::string& root) {

@@ -43,6 +43,7 @@ class CublasLt {
   CublasLt& operator=(const CublasLt&) = delete;
 
   std::string name() const;  // e.g. "cuBLASLt 13.0"
+  size_t version() const;    // e.g. 130002
 
   // Return false, without any effect, if the library has no algorithm for this product. Throws
   // InternalError if a call fails. The workspace is 256-byte aligned and has kWorkspaceBytes. A

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <span>
 
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/backend/cuda/linear/embed_kernels.cuh"
@@ -15,22 +16,7 @@
 namespace turbomind::cuda {
 namespace {
 
-// Number of warps for one row tile that fill a large GPU (132 SMs with 32 to 48 warps each).
-constexpr int64_t kWantedWarps = 6144;
-// Number of tiles from which on blocks of two tiles still give every SM a block. Two tiles share
-// the reads of x.
-constexpr int64_t kWantedTiles = 264;
-constexpr int kMaxStreamRows = 16;
-// Numbers of rows from which on the library is faster. Up to one tile of rows, TileKernel reads
-// every weight only once, which cannot be improved. Weights with scales cost the library 4.5 bytes
-// of traffic each. On GPUs with warp-group instructions (wgmma, tcgen05), which are about twice as
-// fast as mma, that pays off from 400 rows on. On other GPUs the library uses mma as well and only
-// has the better schedule.
-constexpr int kMinLibraryRows = 65;
-constexpr int kMinExpandedRows = 512;
-constexpr int kMinExpandedRowsMma = 2048;
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
-constexpr int kMinUnits = 5;  // per slice; a shorter slice ends before its first loads arrive
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
@@ -63,12 +49,12 @@ int64_t RowsOfMatrix(const LinearKernelParams& params) {
   return params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
 }
 
+// REQUIRES: `kernel` is one of the two forms of StreamKernel.
 template <MatrixFormat F>
-void RunStream(const Context& ctx, const StreamParams& params, int64_t outputs) {
+void RunStream(const Context& ctx, const StreamParams& params, LinearKernel kernel) {
   if (params.linear.num_rows > 8) {
     RunStreamKernel<StreamConfig<F, 2, 2>>(ctx, params);
-  } else if (NumTiles(outputs) * params.slices >= kWantedWarps ||
-             (params.linear.num_rows > 2 && NumTiles(outputs) >= kWantedTiles)) {
+  } else if (kernel == LinearKernel::kStream2) {
     RunStreamKernel<StreamConfig<F, 2, 1>>(ctx, params);
   } else {
     RunStreamKernel<StreamConfig<F, 1, 1>>(ctx, params);
@@ -239,26 +225,22 @@ void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, i
   RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
 }
 
-bool LibraryIsFaster(const Context& ctx, MatrixFormat stored, int num_rows) {
-  if (stored == MatrixFormat::kBF16) {
-    return num_rows >= kMinLibraryRows;
-  }
-  const bool has_warp_groups = ctx.gpu.sm / 10 == 9 || ctx.gpu.sm / 10 == 10;
-  return num_rows >= (has_warp_groups ? kMinExpandedRows : kMinExpandedRowsMma);
-}
-
-// Few rows stream the weights; many rows share each expanded weight.
 template <MatrixFormat F>
-void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs, CublasLt* library) {
-  const int slices = NumSlices(F, outputs, params.cols);
-  if (RowsOfMatrix(params) <= kMaxStreamRows) {
-    AlignX(ctx, F, &params);
-    return RunStream<F>(ctx, {params, slices}, outputs);
+void RunFormat(const Context& ctx, LinearKernelParams params, LinearKernel kernel,
+               CublasLt* library) {
+  int64_t outputs = 0;
+  for (int i = 0; i < params.num_segments; ++i) {
+    outputs += params.segments[i].outputs;
   }
-  if (library == nullptr || ctx.deterministic || params.experts != nullptr ||
-      !LibraryIsFaster(ctx, F, params.num_rows)) {
+  const int slices = NumSlices(F, outputs, params.cols);
+  if (kernel == LinearKernel::kTile) {
     return RunTile<F>(ctx, params, slices, outputs);
   }
+  if (kernel != LinearKernel::kLibrary) {
+    AlignX(ctx, F, &params);
+    return RunStream<F>(ctx, {params, slices}, kernel);
+  }
+  Check(library != nullptr, "only a device with a library may choose it");
   const LinearKernelParams rest = RunLibrary<F>(ctx, params, *library);
   for (int i = 0; i < rest.num_segments; ++i) {
     LinearKernelParams one = rest;
@@ -278,34 +260,7 @@ void RunExact(const Context& ctx, LinearKernelParams params) {
   Launch(ExactLinearKernel<kExactWarps>, shape, ctx.stream, params);
 }
 
-void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, CublasLt* library) {
-  int64_t outputs = 0;
-  for (int i = 0; i < params.num_segments; ++i) {
-    outputs += params.segments[i].outputs;
-  }
-  DispatchMatrix(stored, [&]<MatrixFormat F>() {
-    if constexpr (F == MatrixFormat::kF32) {
-      AlignX(ctx, stored, &params);
-      RunExact(ctx, params);
-    } else if constexpr (HasKernels(F)) {
-      RunFormat<StoredFormat(F)>(ctx, params, outputs, library);
-    } else {
-      throw InternalError("the format must be rejected when a matrix is packed");
-    }
-  });
-}
-
 }  // namespace
-
-int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols) {
-  const int64_t max_slices = std::min({int64_t{kMaxSlices}, kWantedWarps / NumTiles(outputs),
-                                       int64_t{NumUnits(stored, cols)} / kMinUnits});
-  int slices = 1;
-  while (2 * slices <= max_slices) {
-    slices *= 2;
-  }
-  return slices;
-}
 
 CudaLinear::CudaLinear(std::unique_ptr<CublasLt> library) : library_(std::move(library)) {}
 
@@ -315,30 +270,58 @@ CudaLinear::~CudaLinear() {
   }
 }
 
+LinearMachine CudaLinear::machine(const Context& ctx) const {
+  return {.sm = ctx.gpu.sm, .has_library = library_ != nullptr && !ctx.deterministic};
+}
+
+size_t CudaLinear::library_version() const { return library_ == nullptr ? 0 : library_->version(); }
+
+void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params) {
+  const LinearMachine here = machine(ctx);
+  const LinearKernel kernel = ctx.deterministic ? TableKernel(stack, params.num_rows, here)
+                                                : choices_.Find(stack, params.num_rows, here);
+  DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
+    if constexpr (F == MatrixFormat::kF32) {
+      AlignX(ctx, stack.stored, &params);
+      RunExact(ctx, params);
+    } else if constexpr (HasKernels(F)) {
+      RunFormat<StoredFormat(F)>(ctx, params, kernel, library_.get());
+    } else {
+      throw InternalError("the format must be rejected when a matrix is packed");
+    }
+  });
+}
+
 void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
   LinearKernelParams kernel;
   kernel.y = params.y;
   kernel.y_stride = params.y_stride;
   kernel.num_rows = params.num_rows;
   kernel.accumulate = params.accumulate;
+  kernel.x = params.x;
+  kernel.x_stride = params.x_stride;
   int64_t column = 0;
-  for (int i = 0; i < params.num_parts;) {
-    const MatrixFormat stored = params.parts[i].weight->format;
-    kernel.x = params.x;
-    kernel.x_stride = params.x_stride;
-    kernel.cols = static_cast<int>(params.parts[i].weight->cols);
+  std::span<const LinearPart> rest(params.parts, static_cast<size_t>(params.num_parts));
+  while (!rest.empty()) {
+    const std::span<const LinearPart> parts = rest.first(CountStacked(rest));
+    rest = rest.subspan(parts.size());
+    kernel.cols = static_cast<int>(parts[0].weight->cols);
     kernel.num_segments = 0;
-    for (; i < params.num_parts && kernel.num_segments < kMaxSegments; ++i) {
-      const LinearPart& part = params.parts[i];
-      if (part.weight->format != stored) {
-        break;
-      }
+    for (const LinearPart& part : parts) {
       kernel.segments[kernel.num_segments++] = {Weight(part).data(), part.bias, 0,
                                                 static_cast<int32_t>(column),
                                                 static_cast<int32_t>(part.weight->rows)};
       column += part.weight->rows;
     }
-    Run(ctx, kernel, stored, library_.get());
+    Run(ctx, StackOf(parts), kernel);
+  }
+}
+
+void CudaLinear::ForgetExperts(const LinearPart* experts) {
+  const auto found = tables_.find(experts);
+  if (found != tables_.end()) {
+    FreeGpu(found->second.gpu);
+    tables_.erase(found);
   }
 }
 
@@ -383,7 +366,7 @@ void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& pa
   kernel.experts = TableOf(ctx, params);
   kernel.offsets = params.offsets;
   kernel.num_experts = params.num_experts;
-  Run(ctx, kernel, weight.format, nullptr);
+  Run(ctx, StackOfExperts({params.experts, static_cast<size_t>(params.num_experts)}), kernel);
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

@@ -2,12 +2,14 @@
 
 // ⑥ Linear layers and embedding: the host side.
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <vector>
 
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
+#include "turbomind/backend/cuda/linear/linear_choice.h"
 #include "turbomind/backend/cuda/linear/linear_shape.cuh"
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/ops/params.h"
@@ -20,7 +22,7 @@ namespace turbomind::cuda {
 // Activations are rounded to BF16, except with FP32 weights, and sums are in FP32.
 // linear_stream.cuh states the resulting error. Without a library, or if ctx.deterministic is set,
 // an output's sum depends only on its row of x and its matrices, not on num_rows. With cuBLASLt,
-// calls with many rows use its products, which have their own order of sums. Weights with scales
+// some numbers of rows use its products, which have their own order of sums. Weights with scales
 // are rounded to BF16 for it.
 class CudaLinear {
  public:
@@ -38,19 +40,24 @@ class CudaLinear {
 
   void Embed(const Context& ctx, const EmbedParams& params);
 
+  // The tuner's part. Calls with ctx.deterministic ignore the choices.
+  LinearChoices& choices() { return choices_; }
+  LinearMachine machine(const Context& ctx) const;
+  size_t library_version() const;  // e.g. 130102; 0 without a library
+  // Free the table of an array of experts. REQUIRES: no graph uses it.
+  void ForgetExperts(const LinearPart* experts);
+
  private:
   struct ExpertTable {
     std::vector<ExpertWeight> host;
     ExpertWeight* gpu = nullptr;
   };
   const ExpertWeight* TableOf(const Context& ctx, const GroupedLinearParams& params);
+  void Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params);
 
   std::unique_ptr<CublasLt> library_;
+  LinearChoices choices_;
   std::map<const LinearPart*, ExpertTable> tables_;
 };
-
-// Return the number of slices of the columns that are summed separately. It is large enough for a
-// GPU to stay busy with few rows of a matrix of this shape.
-int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols);
 
 }  // namespace turbomind::cuda

@@ -11,8 +11,6 @@
 
 namespace turbomind::cuda {
 
-inline constexpr int kMaxSegments = 4;
-
 // One of several matrices that are stacked along the outputs. Its blocks of outputs are
 // [first_block, first_block of the next segment).
 struct LinearSegment {

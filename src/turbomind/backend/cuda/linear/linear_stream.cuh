@@ -266,8 +266,6 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
   }
 }
 
-inline constexpr int kMaxSlices = 8;
-
 // Grid: slots of C::kRows rows × blocks of C::kOutputs outputs; `slices` warps; C::SharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * kMaxSlices, C::kBlocks) StreamKernel(StreamParams params) {

@@ -23,6 +23,10 @@
 
 namespace turbomind::cuda {
 
+// Limits of a launch: matrices that are stacked along the outputs, and slices of the columns.
+inline constexpr int kMaxSegments = 4;
+inline constexpr int kMaxSlices = 8;
+
 inline constexpr int kTileOutputs = 16;
 inline constexpr int kUnitCodeBytes = 512;
 

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <fstream>
 #include <string>
 
 #include "turbomind/backend/cuda/runtime/launch.cuh"
@@ -38,21 +39,31 @@ std::string TextOf(const LaunchShape& shape) {
          " threads and " + std::to_string(shape.shared_bytes) + " bytes of shared memory";
 }
 
+std::string TextOfVersion(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// Return the version of the kernel module, if Linux shows it, and the newest CUDA that it supports.
+std::string DriverVersion() {
+  int cuda = 0;
+  cudaDriverGetVersion(&cuda);
+  std::string module;
+  std::ifstream("/sys/module/nvidia/version") >> module;
+  return (module.empty() ? "" : module + " ") + "(CUDA " + TextOfVersion(cuda) + ")";
+}
+
 // Return the reason why no GPU was found.
 std::string WhyNone(cudaError_t code) {
   int driver = 0;
   int runtime = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  const auto text = [](int version) {
-    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-  };
   if (driver == 0) {
     return "no NVIDIA driver found";
   }
   if (code == cudaErrorInsufficientDriver) {
-    return "the NVIDIA driver supports CUDA " + text(driver) + ", but CUDA " + text(runtime) +
-           " or newer is required; update the driver";
+    return "the NVIDIA driver supports CUDA " + TextOfVersion(driver) + ", but CUDA " +
+           TextOfVersion(runtime) + " or newer is required; update the driver";
   }
   if (code == cudaSuccess || code == cudaErrorNoDevice) {
     return "no GPU found; CUDA_VISIBLE_DEVICES may hide some";
@@ -80,6 +91,7 @@ GpuProperties PropertiesOf(int gpu) {
   Require(cudaGetDeviceProperties(&all, gpu), "cudaGetDeviceProperties");
   return {.name = all.name,
           .sm = all.major * 10 + all.minor,
+          .driver = DriverVersion(),
           .num_sms = all.multiProcessorCount,
           .memory_bytes = all.totalGlobalMem,
           .shared_bytes_per_block =
@@ -162,6 +174,18 @@ Event CreateEvent() {
   cudaEvent_t event = nullptr;
   Require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   return event;
+}
+
+Event CreateTimedEvent() {
+  cudaEvent_t event = nullptr;
+  Require(cudaEventCreate(&event), "cudaEventCreate");
+  return event;
+}
+
+double MicrosecondsBetween(Event begin, Event end) {
+  float milliseconds = 0.f;
+  Require(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+  return 1e3 * double{milliseconds};
 }
 
 void DestroyEvent(Event event) noexcept { cudaEventDestroy(event); }

@@ -25,7 +25,8 @@ using Graph = CUgraphExec_st*;
 
 struct GpuProperties {
   std::string name;
-  int sm = 0;  // compute capability, e.g. 90
+  int sm = 0;          // compute capability, e.g. 90
+  std::string driver;  // its version, e.g. "580.159.04 (CUDA 13.0)"
   int num_sms = 0;
   size_t memory_bytes = 0;
   size_t shared_bytes_per_block = 0;  // with opt-in
@@ -75,6 +76,10 @@ Event CreateEvent();
 void DestroyEvent(Event event) noexcept;
 void Record(Event event, Stream stream);
 void WaitFor(Event event);
+// An event that keeps its time. Both arguments of MicrosecondsBetween are such events, and have
+// been waited for.
+Event CreateTimedEvent();
+double MicrosecondsBetween(Event begin, Event end);
 
 // Work queued on the stream between these two calls is recorded instead of run: kernels with their
 // arguments and copies with their addresses.

@@ -1,0 +1,337 @@
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/backend/cuda/linear/linear_tuning.h"
+#include "turbomind/backend/cuda/tuner/tuner.h"
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+// A graph has so many calls that they read more weights than an L2 cache holds, as a step does.
+constexpr int64_t kRotatedBytes = int64_t{128} << 20;
+constexpr int64_t kMinCalls = 3;
+constexpr int64_t kMaxCalls = 12;
+
+// The layers with one stack.
+struct Layers {
+  std::vector<std::span<const LinearPart>> parts;
+  int max_rows = 0;
+};
+using LayersOfStack = std::map<LinearStack, Layers>;
+
+LayersOfStack FindStacks(const std::vector<LayerToTune>& layers) {
+  LayersOfStack found;
+  for (const LayerToTune& layer : layers) {
+    std::span<const LinearPart> rest = layer.parts;
+    while (!rest.empty()) {
+      const auto parts = rest.first(layer.grouped ? rest.size() : CountStacked(rest));
+      rest = rest.subspan(parts.size());
+      Layers& same = found[layer.grouped ? StackOfExperts(parts) : StackOf(parts)];
+      same.parts.push_back(parts);
+      same.max_rows = std::max(same.max_rows, layer.max_rows);
+    }
+  }
+  return found;
+}
+
+struct Question {
+  const LayersOfStack::value_type* layers = nullptr;
+  int bucket = 0;
+  std::vector<LinearKernel> kernels;  // the table's first
+
+  const LinearStack& stack() const { return layers->first; }
+  int num_rows() const { return kRowBuckets[static_cast<size_t>(bucket)]; }
+  std::string name() const {
+    return stack().name() + ", " + std::to_string(num_rows()) + (bucket == 0 ? " row" : " rows");
+  }
+};
+
+// Return the questions in the order in which their answers gain the most: few rows, which every
+// step of a single user has, and then the bytes of the weights.
+std::vector<Question> FindQuestions(const LayersOfStack& layers, const LinearMachine& machine) {
+  std::vector<Question> questions;
+  for (const auto& same : layers) {
+    if (same.first.stored == MatrixFormat::kF32 || !HasKernels(same.first.stored)) {
+      continue;  // FP32 has one kernel
+    }
+    const int last = RowBucketOf(same.first, same.second.max_rows);
+    const int end = last == kNoBucket ? NumRowBuckets(same.first) : last + 1;
+    for (int bucket = 0; bucket < end; ++bucket) {
+      Question question = {&same, bucket, CandidatesOf(same.first, bucket, machine)};
+      if (question.kernels.size() > 1) {
+        questions.push_back(std::move(question));
+      }
+    }
+  }
+  const auto bytes = [](const Question& question) {
+    return question.stack().num_bytes() *
+           static_cast<int64_t>(question.layers->second.parts.size());
+  };
+  std::stable_sort(questions.begin(), questions.end(), [&](const Question& a, const Question& b) {
+    return a.bucket != b.bucket ? a.bucket < b.bucket : bytes(a) > bytes(b);
+  });
+  return questions;
+}
+
+// Runs the kernels of one question after another. Results are not read. Call EndQuestion after the
+// last one.
+class Runner {
+ public:
+  Runner(const Context& ctx, CudaLinear& linear, const LinearClock& clock)
+      : workspace_(ctx.stream),
+        x_(ctx.stream),
+        y_(ctx.stream),
+        offsets_(ctx.stream),
+        ctx_(ctx),
+        linear_(linear),
+        clock_(clock) {
+    ctx_.workspace = &workspace_;
+  }
+  Runner(const Runner&) = delete;
+  Runner& operator=(const Runner&) = delete;
+
+  // Return the microseconds of a call, or nothing if memory is full.
+  std::optional<double> Time(const Question& question, LinearKernel kernel) {
+    if (question_ != &question) {
+      EndQuestion();
+      question_ = &question;
+      if (!Begin()) {
+        return std::nullopt;
+      }
+    }
+    const auto graph = graphs_.find(kernel);
+    if (graph == graphs_.end()) {
+      return std::nullopt;
+    }
+    // While the first launch runs, the host queues the second one, which is timed.
+    LaunchGraph(graph->second.get(), ctx_.stream);
+    const double us = clock_.time(question.name(), kernel,
+                                  [&] { LaunchGraph(graph->second.get(), ctx_.stream); });
+    return us / num_calls();
+  }
+
+  // Free the graphs of the last question, and give it the table's kernel again.
+  void EndQuestion() {
+    Synchronize(ctx_.stream);
+    graphs_.clear();
+    if (question_ != nullptr) {
+      linear_.choices().Clear(stack(), question_->bucket);
+    }
+    question_ = nullptr;
+  }
+
+ private:
+  using OwnGraph = std::unique_ptr<CUgraphExec_st, void (*)(Graph)>;
+
+  int num_calls() const {
+    const int64_t num_experts = std::max(stack().num_experts, 1);
+    const int64_t used_experts = std::min<int64_t>(num_experts, question_->num_rows());
+    const int64_t bytes = stack().num_bytes() / num_experts * used_experts;
+    return static_cast<int>(std::clamp(CeilDiv(kRotatedBytes, bytes), kMinCalls, kMaxCalls));
+  }
+  size_t num_layers() const {
+    return std::min(question_->layers->second.parts.size(), static_cast<size_t>(num_calls()));
+  }
+  const LinearStack& stack() const { return question_->stack(); }
+
+  // Record a graph of each kernel. Return false if memory is full.
+  bool Begin() {
+    try {
+      const int64_t num_rows = question_->num_rows();
+      FillX(num_rows * stack().cols);
+      y_.Get(static_cast<size_t>(num_rows * stack().total_outputs()) * sizeof(float));
+      UploadOffsets();
+      // The first calls allocate memory, load kernels, and upload the tables of experts. A
+      // recording must not do that.
+      for (size_t layer = 0; layer < num_layers(); ++layer) {
+        Call(layer);
+      }
+      for (const LinearKernel kernel : question_->kernels) {
+        Choose(kernel);
+        Call(0);
+      }
+    } catch (const OutOfMemory&) {
+      return false;
+    }
+    for (const LinearKernel kernel : question_->kernels) {
+      Choose(kernel);
+      BeginCapture(ctx_.stream);
+      for (int i = 0; i < num_calls(); ++i) {
+        Call(static_cast<size_t>(i) % num_layers());
+      }
+      graphs_.emplace(kernel, OwnGraph(EndCapture(ctx_.stream), DestroyGraph));
+    }
+    return true;
+  }
+
+  void Choose(LinearKernel kernel) { linear_.choices().Set(stack(), question_->bucket, kernel); }
+
+  // Make `count` values of x readable. They are random: the power of the tensor cores, and with it
+  // their clock, depends on the values.
+  void FillX(int64_t count) {
+    if (count <= num_x_) {
+      return;
+    }
+    std::vector<float> pattern(static_cast<size_t>(std::min(count, kPatternValues)));
+    std::mt19937 random(1);
+    std::uniform_real_distribution<float> uniform(-1.f, 1.f);
+    std::generate(pattern.begin(), pattern.end(), [&] { return uniform(random); });
+    num_x_ = 0;
+    auto* x = static_cast<float*>(x_.Get(static_cast<size_t>(count) * sizeof(float)));
+    for (int64_t at = 0; at < count; at += kPatternValues) {
+      const int64_t values = std::min(count - at, kPatternValues);
+      CopyBytes(x + at, pattern.data(), static_cast<size_t>(values) * sizeof(float), ctx_.stream);
+    }
+    Synchronize(ctx_.stream);  // before `pattern` is destroyed
+    num_x_ = count;
+  }
+
+  // Spread the rows evenly over the experts.
+  void UploadOffsets() {
+    const int num_experts = stack().num_experts;
+    std::vector<int32_t> offsets(static_cast<size_t>(num_experts) + 1);
+    for (int e = 0; e <= num_experts && num_experts > 0; ++e) {
+      offsets[static_cast<size_t>(e)] =
+          static_cast<int32_t>(int64_t{question_->num_rows()} * e / num_experts);
+    }
+    const size_t num_bytes = offsets.size() * sizeof(int32_t);
+    CopyBytes(offsets_.Get(num_bytes), offsets.data(), num_bytes, ctx_.stream);
+    Synchronize(ctx_.stream);
+  }
+
+  void Call(size_t layer) {
+    const std::span<const LinearPart> parts = question_->layers->second.parts[layer];
+    const int num_parts = static_cast<int>(parts.size());
+    const auto* x = static_cast<const float*>(x_.Get(0));
+    auto* y = static_cast<float*>(y_.Get(0));
+    if (stack().num_experts == 0) {
+      linear_.Linear(ctx_, {.x = x,
+                            .x_stride = stack().cols,
+                            .parts = parts.data(),
+                            .num_parts = num_parts,
+                            .y = y,
+                            .y_stride = stack().total_outputs(),
+                            .num_rows = question_->num_rows()});
+      return;
+    }
+    linear_.GroupedLinear(ctx_, {.x = x,
+                                 .x_stride = stack().cols,
+                                 .y = y,
+                                 .y_stride = stack().total_outputs(),
+                                 .experts = parts.data(),
+                                 .num_experts = num_parts,
+                                 .offsets = static_cast<const int32_t*>(offsets_.Get(0)),
+                                 .num_rows = question_->num_rows()});
+  }
+
+  static constexpr int64_t kPatternValues = int64_t{1} << 18;
+
+  Workspace workspace_;
+  Workspace x_;
+  Workspace y_;
+  Workspace offsets_;
+  Context ctx_;
+  CudaLinear& linear_;
+  const LinearClock& clock_;
+  const Question* question_ = nullptr;
+  std::map<LinearKernel, OwnGraph> graphs_;
+  int64_t num_x_ = 0;  // values of x_ that are filled
+};
+
+// Return the saved choice for a question. Null if there is none, or if the question has changed.
+const TunedChoice* FindSaved(const std::map<std::string, const TunedChoice*>& saved,
+                             const Question& question, LinearKernel* kernel) {
+  const auto found = saved.find(question.name());
+  if (found == saved.end() || found->second->table_kernel != NameOf(question.kernels[0])) {
+    return nullptr;
+  }
+  for (const LinearKernel candidate : question.kernels) {
+    if (found->second->kernel == NameOf(candidate)) {
+      *kernel = candidate;
+      return found->second;
+    }
+  }
+  return nullptr;
+}
+
+// Set the saved choices, and return the questions that have none.
+std::vector<Question> UseSaved(std::vector<Question> questions,
+                               const std::vector<TunedChoice>& choices, CudaLinear& linear,
+                               TuningResult* result) {
+  std::map<std::string, const TunedChoice*> saved;
+  for (const TunedChoice& choice : choices) {
+    saved[choice.question] = &choice;
+  }
+  std::vector<Question> open;
+  for (Question& question : questions) {
+    LinearKernel kernel = question.kernels[0];
+    if (const TunedChoice* choice = FindSaved(saved, question, &kernel); choice != nullptr) {
+      linear.choices().Set(question.stack(), question.bucket, kernel);
+      result->choices.push_back(*choice);
+    } else {
+      open.push_back(std::move(question));
+    }
+  }
+  return open;
+}
+
+std::vector<std::optional<TunerAnswer>> Measure(const std::vector<Question>& questions,
+                                                Runner& runner, const LinearClock& clock,
+                                                double max_seconds) {
+  std::vector<TunerQuestion> kernels;
+  for (const Question& question : questions) {
+    TunerQuestion& one = kernels.emplace_back();
+    for (const LinearKernel kernel : question.kernels) {
+      one.push_back(static_cast<int>(kernel));
+    }
+  }
+  const auto time = [&](size_t i, int kernel) {
+    return runner.Time(questions[i], static_cast<LinearKernel>(kernel));
+  };
+  return ChooseByTime(kernels, {time, clock.seconds}, max_seconds);
+}
+
+}  // namespace
+
+TuningResult TuneLinear(const Context& ctx, CudaLinear& linear, const TuningParams& params,
+                        const LinearClock& clock) {
+  Check(!ctx.deterministic, "a deterministic device must not be tuned");
+  const LayersOfStack layers = FindStacks(params.layers);
+  TuningResult result;
+  const std::vector<Question> questions =
+      UseSaved(FindQuestions(layers, linear.machine(ctx)), params.saved, linear, &result);
+  std::vector<std::optional<TunerAnswer>> answers;
+  {
+    Runner runner(ctx, linear, clock);
+    answers = Measure(questions, runner, clock, params.max_seconds);
+    runner.EndQuestion();
+  }
+  for (size_t i = 0; i < questions.size(); ++i) {
+    const Question& question = questions[i];
+    if (!answers[i].has_value()) {
+      ++result.num_left;
+      continue;
+    }
+    const auto kernel = static_cast<LinearKernel>(answers[i]->kernel);
+    linear.choices().Set(question.stack(), question.bucket, kernel);
+    result.choices.push_back({question.name(), NameOf(kernel), NameOf(question.kernels[0]),
+                              answers[i]->us, answers[i]->table_us});
+    ++result.num_measured;
+  }
+  for (const LayerToTune& layer : params.layers) {
+    linear.ForgetExperts(layer.parts.data());
+  }
+  return result;
+}
+
+}  // namespace turbomind::cuda
