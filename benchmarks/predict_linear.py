@@ -113,7 +113,7 @@ def resident_blocks(layer: Layer, counts: Counts) -> int:
     )
 
 
-def wave_cycles(layer: Layer, counts: Counts, blocks: float, latency: int) -> float:
+def wave_cycles(layer: Layer, counts: Counts, *, blocks: float, latency: int) -> float:
     """Return the cycles of a wave with `blocks` blocks on each SM."""
     unit_bytes = UNITS[layer.kind][0]
     warps = blocks * layer.slices
@@ -133,10 +133,10 @@ def predict(layer: Layer, counts: Counts) -> float:
     per_sm = layer.tiles / SMS
     resident = resident_blocks(layer, counts)
     full, rest = divmod(per_sm, resident)
-    cycles = full * wave_cycles(layer, counts, resident, LATENCY)
+    cycles = full * wave_cycles(layer, counts, blocks=resident, latency=LATENCY)
     if rest:
         alone = LATENCY if full == 0 else LATENCY_ALONE
-        cycles += wave_cycles(layer, counts, rest, alone)
+        cycles += wave_cycles(layer, counts, blocks=rest, latency=alone)
     return (cycles + LAUNCH_CYCLES) / CLOCK_GHZ / 1e3
 
 
@@ -166,7 +166,7 @@ def stages_of(kind: str) -> int:
     return min(max(4608 // UNITS[kind][0], 3), 8)
 
 
-def count(kind: str, nvdisasm: str, folder: Path) -> Counts:
+def count(kind: str, *, nvdisasm: str, folder: Path) -> Counts:
     """Compile the kernel of a format for SM 90 and count."""
     name = WEIGHT_FORMATS[kind]
     source, cubin = folder / f"{kind}.cu", folder / f"{kind}.cubin"
@@ -223,7 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("predict_linear.py: this tree needs nvcc and nvdisasm", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        new = {kind: count(kind, options.nvdisasm, Path(folder)) for kind in WEIGHT_FORMATS}
+        new = {
+            kind: count(kind, nvdisasm=options.nvdisasm, folder=Path(folder))
+            for kind in WEIGHT_FORMATS
+        }
     print_table("Kernels of this tree, predicted", new, measured=False)
     for kind, one in new.items():
         print(f"{kind}: {one.instructions} instructions a unit, {one.in_flight} units in flight")

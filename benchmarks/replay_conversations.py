@@ -77,7 +77,7 @@ def conversations(options: argparse.Namespace) -> Iterator[Turn]:
         known[i] = len(prompts[i])
 
 
-def complete(server: Server, model: str, prompt: Sequence[int]) -> int:
+def complete(server: Server, prompt: Sequence[int], *, model: str) -> int:
     """Send a prompt, and return how many of its tokens the server took from its cache."""
     body = {
         "model": model,
@@ -105,7 +105,7 @@ def replay(server: Server, options: argparse.Namespace) -> Tally:
     tally = Tally()
     for turn in conversations(options):
         begin = time.perf_counter()
-        cached = complete(server, model, turn.prompt)
+        cached = complete(server, turn.prompt, model=model)
         tally.add(turn, cached=cached, seconds=time.perf_counter() - begin)
     return tally
 
