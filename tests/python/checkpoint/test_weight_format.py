@@ -187,9 +187,9 @@ def test_pipeline_restart_keeps_the_format(llama: Path) -> None:
     _, running = load_engine(str(llama), config, progress=False)
     running.on_close()
     running.core.close()
-    core, on_close = running.restart()
-    on_close()
-    core.close()
+    started = running.restart()
+    started.on_close()
+    started.core.close()
     assert running.cache_identity()["weights"] == parse_weight_format("int8")
 
 

@@ -262,7 +262,7 @@ def published(tmp_path, **options):
 
 def dealer_of(tmp_path, **options):
     dealer = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.rcvtimeo, dealer.linger = 5000, 0
+    dealer.rcvtimeo, dealer.sndtimeo, dealer.linger = 5000, 5000, 0
     for name, value in options.items():
         setattr(dealer, name, value)
     dealer.connect(f"ipc://{tmp_path}/replay")
@@ -404,14 +404,15 @@ def test_curve_admits_only_clients_with_a_known_key(tmp_path):
             "curve_publickey": public,
             "curve_secretkey": private,
             "rcvtimeo": 500,
+            "sndtimeo": 500,
         }
 
     with published(tmp_path, **options) as publisher:
         publisher._publish([removed_event(1)])
-        for wrong in ({"rcvtimeo": 500}, keys("stranger")):
+        for wrong in ({"rcvtimeo": 500, "sndtimeo": 500}, keys("stranger")):
             client = dealer_of(tmp_path, **wrong)
-            client.send_multipart([b"", bytes(8)])
-            with pytest.raises(zmq.Again):
+            with pytest.raises(zmq.Again):  # of the request, if the server has hung up before it
+                client.send_multipart([b"", bytes(8)])
                 client.recv_multipart()
             client.close()
         client = dealer_of(tmp_path, **keys("known") | {"rcvtimeo": 5000})
