@@ -89,7 +89,8 @@ void DefDevices(py::module_& m) {
       .def_readonly("reads_mapped_files", &DeviceCapability::reads_mapped_files)
       .def_readonly("has_fp32", &DeviceCapability::has_fp32)
       .def_readonly("drafts_by_default", &DeviceCapability::drafts_by_default)
-      .def_readonly("has_all_formats", &DeviceCapability::has_all_formats);
+      .def_readonly("has_all_formats", &DeviceCapability::has_all_formats)
+      .def_readonly("has_fp8_weights", &DeviceCapability::has_fp8_weights);
   m.def("cuda_capability", &CudaCapability, py::arg("compute_capability"));
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)

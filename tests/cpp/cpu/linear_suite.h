@@ -84,9 +84,9 @@ struct Subject {
   const Arithmetic& arithmetic;
   MatrixFormat format;
 
-  bool has_blocks() const { return format != MatrixFormat::kF32 && format != MatrixFormat::kBF16; }
+  bool has_blocks() const { return !IsFloat(format) && !IsFp8(format); }
   bool has_codes() const { return has_blocks() && arithmetic.largest_codes[0] != 0; }
-  int64_t block() const { return SourceBlockCols(format); }
+  int64_t block() const { return IsFp8(format) ? 32 : SourceBlockCols(format); }
   // Returns a matrix, whose columns are rounded up to whole blocks.
   Matrix Random(int64_t rows, int64_t cols, uint32_t seed) const {
     const int64_t whole = has_blocks() ? (cols + block() - 1) / block() * block() : cols;
@@ -570,7 +570,10 @@ inline void EmbedsExactly(const Subject& s) {
 inline void RejectsBadSources(const Subject& s) {
   const std::vector<uint8_t> bytes(8192);
   const void* data = bytes.data();
-  const void* scales = s.format == MatrixFormat::kMxfp4Split ? data : nullptr;
+  const std::vector<float> ones(64, 1.f);
+  const void* scales = s.format == MatrixFormat::kMxfp4Split ? data
+                       : IsFp8(s.format)                     ? ones.data()
+                                                             : nullptr;
   const auto refuses = [&](const MatrixSource& source) {
     ForDevices(s, 1, [&](Device& device, bool) {
       for (bool exact : {false, true}) {
@@ -586,6 +589,13 @@ inline void RejectsBadSources(const Subject& s) {
   refuses({s.format, data, 0, s.block(), scales});
   refuses({s.format, nullptr, 4, s.block(), scales});
   refuses({s.format, data, 4, s.block(), scales == nullptr ? data : nullptr});
+  for (float scale : {0.f, -1.f, kNan, kInf, 1e36f}) {
+    std::vector<float> bad = ones;
+    bad[3] = scale;
+    if (IsFp8(s.format)) {
+      refuses({s.format, data, 4, s.block(), bad.data()});
+    }
+  }
   std::vector<float> factors = {2.f};
   if (s.format == MatrixFormat::kNvfp4) {
     factors = {0.f, -1.f, kNan, kInf, 1e36f};

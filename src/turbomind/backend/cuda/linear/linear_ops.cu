@@ -6,6 +6,7 @@
 #include "turbomind/backend/cuda/linear/linear_copy.cuh"
 #include "turbomind/backend/cuda/linear/linear_exact.cuh"
 #include "turbomind/backend/cuda/linear/linear_expand.cuh"
+#include "turbomind/backend/cuda/linear/linear_fp8.h"
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 #include "turbomind/backend/cuda/linear/linear_stream.cuh"
 #include "turbomind/backend/cuda/linear/linear_tile.cuh"
@@ -241,7 +242,14 @@ void RunFormat(const Context& ctx, LinearKernelParams params, LinearKernel kerne
     return RunStream<F>(ctx, {params, slices}, kernel);
   }
   Check(library != nullptr, "only a device with a library may choose it");
-  const LinearKernelParams rest = RunLibrary<F>(ctx, params, *library);
+  if constexpr (IsFp8(F)) {
+    if (LibraryMultipliesFp8(ctx.gpu.sm)) {
+      params = RunFp8Library(ctx, params, F, *library);
+    }
+  }
+  const bool expands = !IsFp8(F) || ExpandingIsFaster(params.num_rows, ctx.gpu.sm);
+  const LinearKernelParams rest =
+      expands && params.num_segments > 0 ? RunLibrary<F>(ctx, params, *library) : params;
   for (int i = 0; i < rest.num_segments; ++i) {
     LinearKernelParams one = rest;
     one.num_segments = 1;
