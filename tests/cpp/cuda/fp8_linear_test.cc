@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "cpu/linear_fixture.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
+#include "turbomind/core/check.h"
 
 namespace turbomind::cuda {
 namespace {
@@ -151,6 +153,20 @@ TEST_CASE("every code of FP8 has its value") {
         const uint8_t code = m.bytes[static_cast<size_t>(i % 16 * kCodes + i / 16)];
         const double magnitude = ValueOfCode(code % 128);
         REQUIRE(y[static_cast<size_t>(i)] == (code < 128 ? magnitude : -magnitude));
+      }
+    }
+  }
+}
+
+TEST_CASE("scales that are not above 0 or that make values infinite are refused") {
+  const std::unique_ptr<Device> device = MakeDevice(0, {});
+  for (MatrixFormat format : kFormats) {
+    for (bool exact : {false, true}) {
+      for (float scale : {0.f, -1.f, testing::kNan, testing::kInf, 1e36f}) {
+        Matrix m = RandomMatrix(format, 20, 200, 1);
+        CHECK(device->PackMatrix(m.source(), exact)->rows == 20);
+        std::memcpy(m.scales.data() + m.scales.size() - 4, &scale, sizeof(scale));
+        CHECK_THROWS_AS(device->PackMatrix(m.source(), exact), InvalidArgument);
       }
     }
   }
