@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 from lmdeploy.engine.model_files import open_files
 from lmdeploy.lite.divergence import read_text
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = Any  # torch has no types here
 BLOCK = 128
 LARGEST = 448.0  # of E4M3
 FORMS = ("tensor", "channel", "block")

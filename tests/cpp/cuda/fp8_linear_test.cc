@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/linear_fixture.h"
+#include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
 #include "turbomind/core/check.h"
@@ -169,6 +170,17 @@ TEST_CASE("scales that are not above 0 or that make values infinite are refused"
         CHECK_THROWS_AS(device->PackMatrix(m.source(), exact), InvalidArgument);
       }
     }
+  }
+}
+
+TEST_CASE("a CPU has FP8 only as FP32") {
+  const std::unique_ptr<Device> cpu = MakeCpuDevice(1);
+  CHECK_FALSE(cpu->capability().has_fp8_weights);
+  CHECK(MakeDevice(0, {})->capability().has_fp8_weights);
+  for (MatrixFormat format : kFormats) {
+    const Matrix m = RandomMatrix(format, 20, 200, 1);
+    CHECK_THROWS_AS(cpu->PackMatrix(m.source(), false), InvalidArgument);
+    CHECK(cpu->PackMatrix(m.source(), true)->format == MatrixFormat::kF32);
   }
 }
 
