@@ -220,8 +220,7 @@ template <MatrixFormat F>
 void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
   if constexpr (F != MatrixFormat::kQ4_1) {  // its minima leave no registers for more rows
     if (RowsOfMatrix(params) > 32) {
-      constexpr int kRowTiles = IsFp8(F) ? 6 : 8;  // scales of rows leave registers for 6
-      return RunTileKernel<TileConfig<F, kRowTiles>>(ctx, params, slices, outputs);
+      return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
     }
   }
   RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
