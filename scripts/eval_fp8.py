@@ -50,7 +50,7 @@ def to_e4m3(values: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales
 
 
-def largest(values: Tensor, rows: int, cols: int) -> Tensor:
+def largest(values: Tensor, *, rows: int, cols: int) -> Tensor:
     """Return the largest magnitude of each block of rows x cols, repeated over its values."""
     height, width = values.shape
     padded = torch.nn.functional.pad(values.abs(), (0, -width % cols, 0, -height % rows))
@@ -62,15 +62,16 @@ def largest(values: Tensor, rows: int, cols: int) -> Tensor:
 def quantize_weight(weight: Tensor, form: str) -> Tensor:
     """Return an FP8 matrix [outputs, inputs] with scales of a form in FORMS."""
     outputs, inputs = weight.shape
-    shape = {"tensor": (outputs, inputs), "channel": (1, inputs), "block": (BLOCK, BLOCK)}[form]
-    return to_e4m3(weight, largest(weight, *shape) / LARGEST)
+    shapes = {"tensor": (outputs, inputs), "channel": (1, inputs), "block": (BLOCK, BLOCK)}
+    rows, cols = shapes[form]
+    return to_e4m3(weight, largest(weight, rows=rows, cols=cols) / LARGEST)
 
 
 def quantize_rows(x: Tensor, form: str) -> Tensor:
     """Return activations [..., inputs] with a scale for each token, or each 128 of its inputs."""
     rows = x.reshape(-1, x.shape[-1])
     cols = BLOCK if form == "block" else rows.shape[1]
-    return to_e4m3(rows, largest(rows, 1, cols) / LARGEST).reshape(x.shape)
+    return to_e4m3(rows, largest(rows, rows=1, cols=cols) / LARGEST).reshape(x.shape)
 
 
 def to_q8_0(weight: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def rounding_of(mode: str, form: str) -> Callable[[Tensor], Tensor] | None:
 
 
 @contextmanager
-def rounded(layers: Sequence[Any], weights: Sequence[Tensor], rounding: Any) -> Iterator[None]:
+def rounded(layers: Sequence[Any], weights: Sequence[Tensor], *, rounding: Any) -> Iterator[None]:
     """Give linear layers other weights and rounded inputs, until the end."""
     kept = [layer.weight.data for layer in layers]
     hooks = []
@@ -116,7 +117,7 @@ def compare(model: Any, ids: Sequence[int]) -> dict[str, dict[str, float]]:
             weights = [quantize_weight(layer.weight.data, form) for layer in layers]
             for mode in MODES:
                 ours = [to_q8_0(weight) for weight in weights] if mode == "q8_0" else weights
-                with rounded(layers, ours, rounding_of(mode, form)):
+                with rounded(layers, ours, rounding=rounding_of(mode, form)):
                     found = torch.log_softmax(model(tokens).logits[0].double(), -1)
                 divergence = (reference.exp() * (reference - found)).sum(-1).mean()
                 agreement = (reference.argmax(-1) == found.argmax(-1)).double().mean()
@@ -182,7 +183,7 @@ def load(path: str) -> Any:
     return model.float().eval()
 
 
-def read_ids(model: str, text: Path, tokens: int) -> list[int]:
+def read_ids(model: str, text: Path, *, tokens: int) -> list[int]:
     """Return the first tokens of the text, by the engine's tokenizer of the model."""
     tokenizer = open_files(model).read_texts().tokenizer
     return list(tokenizer.encode(read_text(text, flag="TEXT"), add_special=False)[:tokens])
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     try:
-        ids = read_ids(options.model, options.text, options.tokens)
+        ids = read_ids(options.model, options.text, tokens=options.tokens)
         figures = compare(load(options.model), ids)
     except (ValueError, OSError) as error:
         print(f"eval_fp8.py: {error}", file=sys.stderr)
