@@ -242,14 +242,14 @@ void RunFormat(const Context& ctx, LinearKernelParams params, LinearKernel kerne
     return RunStream<F>(ctx, {params, slices}, kernel);
   }
   Check(library != nullptr, "only a device with a library may choose it");
+  bool expands = true;
   if constexpr (IsFp8(F)) {
     if (LibraryMultipliesFp8(ctx.gpu.sm)) {
       params = RunFp8Library(ctx, params, F, *library);
+      expands = params.num_segments > 0 && ExpandingIsFaster(params.num_rows, ctx.gpu.sm);
     }
   }
-  const bool expands = !IsFp8(F) || ExpandingIsFaster(params.num_rows, ctx.gpu.sm);
-  const LinearKernelParams rest =
-      expands && params.num_segments > 0 ? RunLibrary<F>(ctx, params, *library) : params;
+  const LinearKernelParams rest = expands ? RunLibrary<F>(ctx, params, *library) : params;
   for (int i = 0; i < rest.num_segments; ++i) {
     LinearKernelParams one = rest;
     one.num_segments = 1;
