@@ -274,7 +274,7 @@ class TuningResult:
 class Device:
     name: Final[str]
     gemm_backend: Final[str]  # library of matrix multiplication; empty on the CPU
-    gemm_input_dtype: Final[str]  # int8, int12, int16 or bfloat16
+    gemm_input_dtype: Final[str]  # int8, int12, int16, bfloat16 or fp8
     free_bytes: Final[int | None]  # of its own memory; None: it uses the host's
     capability: Final[DeviceCapability]
     def tune(
@@ -473,6 +473,7 @@ def make_cuda_device(
     deterministic: bool = False,
     num_threads: int = 1,
     cublas_lt: Sequence[str] = (),
+    fp8_activations: bool = False,
 ) -> Device:
     """Make a device. `cublas_lt` files are tried before those that the library finds itself.
 

@@ -37,7 +37,8 @@ std::unique_ptr<Device> WithLibrary(bool deterministic = false) {
     MESSAGE("skipped: " << why);
     return nullptr;
   }
-  return MakeDevice(0, {.deterministic = deterministic, .cublas_lt = {TM_CUBLAS_LT}});
+  return MakeDevice(
+      0, {.deterministic = deterministic, .fp8_activations = true, .cublas_lt = {TM_CUBLAS_LT}});
 }
 
 double ValueOfCode(int code) {

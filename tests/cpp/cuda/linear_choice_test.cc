@@ -15,6 +15,7 @@ using enum LinearKernel;
 
 constexpr LinearMachine kOwn = {.sm = 90};
 constexpr LinearMachine kH100 = {.sm = 90, .has_library = true};
+constexpr LinearMachine kH100Fp8 = {.sm = 90, .has_library = true, .fp8_activations = true};
 constexpr LinearMachine kL40S = {.sm = 89, .has_library = true};
 
 LinearStack Stack(MatrixFormat format, int64_t outputs, int64_t cols) {
@@ -92,8 +93,10 @@ TEST_CASE("the table chooses by rows, format and GPU") {
                         {q4, 512, kH100, kLibrary},
                         {q4, 512, kL40S, kTile},
                         {q4, 2048, kL40S, kLibrary},
-                        {fp8, 63, kH100, kTile},
-                        {fp8, 64, kH100, kLibrary},  // with 8-bit activations
+                        {fp8, 511, kH100, kTile},
+                        {fp8, 512, kH100, kLibrary},
+                        {fp8, 63, kH100Fp8, kTile},
+                        {fp8, 64, kH100Fp8, kLibrary},
                         {fp8, 64, kOwn, kTile},
                         {fp8, 2047, kL40S, kTile},
                         {fp8, 2048, kL40S, kLibrary},

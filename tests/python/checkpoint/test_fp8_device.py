@@ -16,14 +16,15 @@ from tiny_models import TinyModel
 from tiny_moe import QWEN3_MOE
 
 ROOT = Path(__file__).parents[3]
-# Arguments: checkpoint, device_type. Prints the lines at the start and the logits.
+# Arguments: checkpoint, device_type, gemm_input_dtype or "". Prints the lines at the start and the
+# logits.
 ANSWER = """
 import json, sys
 from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
-path, device_type = sys.argv[1:]
+path, device_type, dtype = sys.argv[1:]
 config = TurbomindEngineConfig(
     device_type=device_type, session_len=256, max_batch_size=2, cache_max_entry_count=0.01,
-    num_threads=1, exact=device_type == "cpu",
+    num_threads=1, exact=device_type == "cpu", gemm_input_dtype=dtype or None,
 )
 with pipeline(path, backend_config=config) as pipe:
     gen = GenerationConfig(max_new_tokens=3, ignore_eos=True, output_logits="generation")
@@ -45,7 +46,9 @@ def library(name: str) -> Path:
     return found[0]
 
 
-def answer(folder: Path, device: str, *, cublas_lt: str = "") -> tuple[list[str], Any]:
+def answer(
+    folder: Path, device: str, *, cublas_lt: str = "", dtype: str = ""
+) -> tuple[list[str], Any]:
     """Return the lines at the start and the logits of the first generated token."""
     cuda = os.devnull if device == "cpu" else library("libturbomind_cuda_shim.so")
     env = {
@@ -54,7 +57,7 @@ def answer(folder: Path, device: str, *, cublas_lt: str = "") -> tuple[list[str]
         "LMDEPLOY_CUDA_LIBRARY": str(cuda),
         "LMDEPLOY_CUBLASLT_LIBRARY": cublas_lt,
     }
-    command = [sys.executable, "-c", ANSWER, folder, device]
+    command = [sys.executable, "-c", ANSWER, folder, device, dtype]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     lines, logits = json.loads(done.stdout)
@@ -75,9 +78,11 @@ def test_a_gpu_gives_logits_of_fp32(tiny: TinyModel, name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["blocks-128", "fbgemm"])
-def test_prompts_are_multiplied_in_8_bits(name: str, tmp_path: Path) -> None:
+def test_prompts_are_multiplied_in_8_bits_if_asked_for(name: str, tmp_path: Path) -> None:
     save_fp8(LLAMA, tmp_path, VARIANTS[name])
     _, wanted = answer(tmp_path, "cuda")
     stand_in = str(library("libcuda_shim_cublas_lt.so"))
     _, logits = answer(tmp_path, "cuda", cublas_lt=stand_in)
+    assert error_of(logits, wanted) < BF16_TOLERANCE
+    _, logits = answer(tmp_path, "cuda", cublas_lt=stand_in, dtype="fp8")
     assert BF16_TOLERANCE < error_of(logits, wanted) < FP8_TOLERANCE

@@ -47,6 +47,7 @@ LinearStack StackOfExperts(std::span<const LinearPart> experts);
 struct LinearMachine {
   int sm = 0;                // compute capability, e.g. 90
   bool has_library = false;  // false if calls must be deterministic
+  bool fp8_activations = false;
 };
 
 // The table in the source. `num_rows` are those of all experts.
@@ -54,7 +55,7 @@ LinearKernel TableKernel(const LinearStack& stack, int64_t num_rows, const Linea
 
 // Return whether the library multiplies FP8 with 8-bit activations, whose scales are those of rows
 // or of 128 columns.
-bool LibraryMultipliesFp8(int sm);
+bool LibraryMultipliesFp8(const LinearMachine& machine);
 // Return whether the library is faster than TileKernel, by the table, if weights must be expanded.
 bool ExpandingIsFaster(int64_t num_rows, int sm);
 

@@ -244,7 +244,7 @@ void RunFormat(const Context& ctx, LinearKernelParams params, LinearKernel kerne
   Check(library != nullptr, "only a device with a library may choose it");
   bool expands = true;
   if constexpr (IsFp8(F)) {
-    if (LibraryMultipliesFp8(ctx.gpu.sm)) {
+    if (LibraryMultipliesFp8({.sm = ctx.gpu.sm, .fp8_activations = ctx.fp8_activations})) {
       params = RunFp8Library(ctx, params, F, *library);
       expands = params.num_segments > 0 && ExpandingIsFaster(params.num_rows, ctx.gpu.sm);
     }
@@ -279,7 +279,9 @@ CudaLinear::~CudaLinear() {
 }
 
 LinearMachine CudaLinear::machine(const Context& ctx) const {
-  return {.sm = ctx.gpu.sm, .has_library = library_ != nullptr && !ctx.deterministic};
+  return {.sm = ctx.gpu.sm,
+          .has_library = library_ != nullptr && !ctx.deterministic,
+          .fp8_activations = ctx.fp8_activations};
 }
 
 size_t CudaLinear::library_version() const { return library_ == nullptr ? 0 : library_->version(); }
