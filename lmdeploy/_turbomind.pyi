@@ -251,6 +251,7 @@ class DeviceCapability:
     has_fp32: Final[bool]
     drafts_by_default: Final[bool]
     has_all_formats: Final[bool]
+    has_fp8_weights: Final[bool]
 
 class TunedChoice:
     """The kernel that a device uses for one question, and what it takes."""
@@ -273,7 +274,7 @@ class TuningResult:
 class Device:
     name: Final[str]
     gemm_backend: Final[str]  # library of matrix multiplication; empty on the CPU
-    gemm_input_dtype: Final[str]  # int8, int12, int16 or bfloat16
+    gemm_input_dtype: Final[str]  # int8, int12, int16, bfloat16 or fp8
     free_bytes: Final[int | None]  # of its own memory; None: it uses the host's
     capability: Final[DeviceCapability]
     def tune(
@@ -319,7 +320,8 @@ class WeightsBuilder:
 
         q4_0, q4_1, q8_0, mxfp4, nvfp4 and the K-quants use GGUF's byte layout. mxfp4_split uses
         Hugging Face's codes [rows, cols / 2] with `scales` [rows, cols / 32] of uint8. The `scales`
-        [1] of nvfp4 are the FP32 factor of the matrix.
+        [1] of nvfp4 are the FP32 factor of the matrix. fp8 and fp8_block are E4M3 codes with FP32
+        `scales` [rows, 1] and [rows, cols / 128].
 
         `data` must be C-contiguous with exactly the bytes of rows x cols values. MXFP4 arrays are
         read in place: the weights hold them, and they must not change. The GIL is released.
@@ -471,6 +473,7 @@ def make_cuda_device(
     deterministic: bool = False,
     num_threads: int = 1,
     cublas_lt: Sequence[str] = (),
+    fp8_activations: bool = False,
 ) -> Device:
     """Make a device. `cublas_lt` files are tried before those that the library finds itself.
 

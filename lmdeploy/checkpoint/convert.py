@@ -26,6 +26,7 @@ from lmdeploy.checkpoint.gguf_blocks import (
     nvfp4_scales,
     values_to_q8_0,
 )
+from lmdeploy.checkpoint.methods.fp8 import FP8_KINDS, fp8_scales, kept_fp8, num_scales
 from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
 from lmdeploy.models.experts import VectorRule
 
@@ -48,20 +49,20 @@ _CHUNK_VALUES = 1 << 20
 
 
 def for_device(checkpoint: Checkpoint, capability: DeviceCapability) -> Checkpoint:
-    """Return the checkpoint with `as_stored` set where the device computes a format as it is."""
+    """Return the checkpoint with tensors as they are stored where the device computes them."""
     kept = _AS_STORED if capability.has_all_formats else ()
 
-    def is_kept(planned: PlannedTensor) -> bool:
-        kind = planned.tensor.format
-        return kind in kept and planned.cols % BLOCK_FORMATS[kind][0] == 0
+    def stored(planned: PlannedTensor) -> PlannedTensor:
+        tensor = planned.tensor
+        kind = tensor.format
+        if kind in kept and planned.cols % BLOCK_FORMATS[kind][0] == 0:
+            return replace(planned, tensor=replace(tensor, as_stored=True))
+        matrix = kept_fp8(tensor.matrix) if capability.has_fp8_weights else None
+        if matrix is None:
+            return planned
+        return replace(planned, tensor=replace(tensor, matrix=matrix))
 
-    tensors = [
-        replace(planned, tensor=replace(planned.tensor, as_stored=True))
-        if is_kept(planned)
-        else planned
-        for planned in checkpoint.tensors
-    ]
-    return replace(checkpoint, tensors=tuple(tensors))
+    return replace(checkpoint, tensors=tuple(map(stored, checkpoint.tensors)))
 
 
 def engine_format(tensor: StoredTensor, exact: bool) -> str:
@@ -99,7 +100,13 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     if tensor.format in MAPPED_FORMATS:
         return tensor.rows * row_bytes("MXFP4", tensor.cols)
     kind = engine_format(tensor, exact)
-    return 2 * values if kind == "bf16" else tensor.rows * row_bytes(kind.upper(), tensor.cols)
+    scales = 4 * num_scales(kind, tensor.cols) if kind in FP8_KINDS else 0
+    return tensor.rows * (_row_bytes(kind, tensor.cols) + scales)
+
+
+def _row_bytes(kind: str, cols: int) -> int:
+    """Return the bytes of a row in an engine format, without separate scales."""
+    return cols if kind in FP8_KINDS else row_bytes(kind.upper(), cols)
 
 
 def matrix_for_engine(
@@ -138,7 +145,7 @@ def matrix_for_engine(
         if transposed:
             return kind, np.ascontiguousarray(halves.T)
         return kind, ordered(halves)
-    width = row_bytes(kind.upper(), tensor.cols)
+    width = _row_bytes(kind, tensor.cols)
     out = np.empty((tensor.rows, width), np.uint8)
     step = max(1, _CHUNK_VALUES // tensor.cols)
     try:
@@ -163,8 +170,13 @@ def scales_for_engine(
     """
     if kind == "nvfp4":
         return np.array([tensor.factor], np.float32)
-    scales = tensor.scales_by_row()
-    if kind != "mxfp4_split" or scales is None:
+    scales: npt.NDArray[Any] | None = tensor.scales_by_row()
+    if kind in FP8_KINDS:
+        try:
+            scales = fp8_scales(tensor.matrix, (0, tensor.rows))
+        except ValueError as error:
+            raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
+    elif kind != "mxfp4_split" or scales is None:
         return None
     return np.ascontiguousarray(
         _separate_halves(scales, interleaved_heads, rotated=interleaved_rows)

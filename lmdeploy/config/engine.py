@@ -108,7 +108,8 @@ class TurbomindEngineConfig:
         gemm_input_dtype: int8 rounds the activations that are multiplied with quantized matrices
             to 8 bits, which is less accurate (default: 16 bits; unless deterministic, 12 on
             AVX-512, and bfloat16 for many rows on AMX; docs/performance.md). bfloat16 is refused
-            on a CPU without AMX. Only a CPU has this option.
+            on a CPU without AMX. fp8 multiplies FP8 weights with activations of 8 bits on CUDA
+            instead of bfloat16; no GPU has run that yet.
         model_format: format that a checkpoint must have: hf, gguf, or a method such as awq
             (default: any). Checkpoints of other formats are rejected.
         devices: the index of the GPU (default: 0).
@@ -204,8 +205,8 @@ class TurbomindEngineConfig:
     gemm_input_dtype: Annotated[
         str | None,
         Option(
-            choices=("int8", "bfloat16"),
-            wanted="int8, bfloat16 or None",
+            choices=("int8", "bfloat16", "fp8"),
+            wanted="int8, bfloat16, fp8 or None",
             metavar="TYPE",
             affects_kv="value",
         ),
@@ -329,14 +330,14 @@ class TurbomindEngineConfig:
         if self.exact and self.needs_cuda:
             reason = "is not supported on CUDA. Remove --exact or use --device cpu."
             raise OptionError("exact", reason)
-        if self.gemm_input_dtype is not None and self.needs_cuda:
-            reason = "is not supported on CUDA. Remove --gemm-input-dtype or use --device cpu."
+        if self.gemm_input_dtype not in (None, "fp8") and self.needs_cuda:
+            reason = "must be fp8 on CUDA. Remove --gemm-input-dtype or use --device cpu."
             raise OptionError("gemm_input_dtype", reason)
         if self.gemm_input_dtype is not None and self.exact:
             reason = "cannot be used with exact. Remove --gemm-input-dtype or --exact."
             raise OptionError("gemm_input_dtype", reason)
-        if self.gemm_input_dtype == "bfloat16" and self.deterministic:
-            reason = "cannot be bfloat16 with deterministic. Remove one of them."
+        if self.gemm_input_dtype in ("bfloat16", "fp8") and self.deterministic:
+            reason = f"cannot be {self.gemm_input_dtype} with deterministic. Remove one of them."
             raise OptionError("gemm_input_dtype", reason)
 
     @property

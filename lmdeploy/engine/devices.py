@@ -74,7 +74,7 @@ def open_device(config: TurbomindEngineConfig) -> Device:
         try:
             if config.exact:
                 raise ValueError("CUDA is not used: exact is supported only on the CPU.")
-            if config.gemm_input_dtype is not None:
+            if config.gemm_input_dtype not in (None, "fp8"):
                 raise ValueError("CUDA is not used: gemm_input_dtype is supported only on the CPU.")
             threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
             return _turbomind.make_cuda_device(
@@ -82,6 +82,7 @@ def open_device(config: TurbomindEngineConfig) -> Device:
                 deterministic=config.deterministic,
                 num_threads=threads,
                 cublas_lt=cublas_lt_files(),
+                fp8_activations=config.gemm_input_dtype == "fp8",
             )
         except ValueError as error:
             if config.needs_cuda:
@@ -99,8 +100,8 @@ def open_device(config: TurbomindEngineConfig) -> Device:
     wanted = config.gemm_input_dtype
     if wanted is not None and wanted != device.gemm_input_dtype:
         raise ValueError(
-            f"gemm_input_dtype {wanted} needs a CPU with AMX, and this is {device.name}. Remove "
-            "--gemm-input-dtype."
+            f"gemm_input_dtype {wanted} needs {'a GPU' if wanted == 'fp8' else 'a CPU with AMX'}, "
+            f"and this is {device.name}. Remove --gemm-input-dtype."
         )
     return device
 

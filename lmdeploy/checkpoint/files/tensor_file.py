@@ -53,14 +53,17 @@ class QuantizedMatrix(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the format of `blocks`: q4_0, q4_1, q8_0 or nvfp4."""
+        """Return the format of `blocks`: q4_0, q4_1, q8_0, nvfp4, fp8 or fp8_block."""
 
     @property
     def parts(self) -> tuple[Bytes, ...]:
         """Return all bytes of the matrix in the file."""
 
     def blocks(self, begin: int, end: int) -> Bytes:
-        """Return rows [begin, end) as GGUF blocks of `kind`. Raise ValueError on overflow."""
+        """Return rows [begin, end) as GGUF blocks of `kind`, or as codes of FP8.
+
+        Raise ValueError on overflow.
+        """
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Return rows [begin, end) without rounding."""

@@ -1,5 +1,8 @@
 """Read FP8 weights (E4M3) with a scale per tensor, per output or per block of a matrix.
 
+Devices with FP8 get the codes and a scale per output, or one for each 128 inputs of an output.
+Others get Q8_0.
+
 A weight is code · scale. `weight_scale_inv` is such a scale too, despite its name. Scales of
 activations are not used, because activations keep 16 bits.
 """
@@ -8,12 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.files.tensor_file import StoredTensor, TensorFile
+from lmdeploy.checkpoint.files.tensor_file import (
+    QuantizedMatrix,
+    SomeRows,
+    StoredTensor,
+    TensorFile,
+)
 from lmdeploy.checkpoint.gguf_blocks import values_to_q8_0
 from lmdeploy.checkpoint.methods.groups import (
     BLOCK,
@@ -30,6 +38,8 @@ E4M3 = "F8_E4M3"
 _CODES, _SCALE, _BLOCK_SCALE = "weight", "weight_scale", "weight_scale_inv"
 _UNUSED = ("input_scale", "input_scale_ub", "activation_scale")
 _LARGEST_CODE = np.float32(448)
+# The engine's formats of FP8, and the inputs that share a scale of an output. None means all.
+FP8_KINDS = {"fp8": None, "fp8_block": 128}
 # Below 2^-22, a step of Q8_0 has so few bits in FP16 that the rounding of weights grows.
 _LEAST_VALUE = 127 * 2.0**-22
 
@@ -83,15 +93,22 @@ class Fp8Matrix:
 
     def f32(self, begin: int, end: int) -> Floats:
         """Return rows [begin, end) without rounding. Raise ValueError as `blocks` does."""
+        scales = self.scales_by_row(begin, end)
+        values: Floats = E4M3_VALUES[self.checked_codes(begin, end)]
+        values *= np.repeat(scales, self.block[1], axis=1)[:, : self.cols]
+        return values
+
+    def checked_codes(self, begin: int, end: int) -> Bytes:
+        """Return the codes of rows [begin, end). Raise ValueError for NaN."""
         codes = self.codes.reshape(-1, self.cols)[begin:end]
         if ((codes & 0x7F) == 0x7F).any():
             raise ValueError("A code is NaN. All codes must be numbers.")
-        scales = self._scales(begin, end)
-        by_row = np.repeat(scales, self.block[1], axis=1)[:, : self.cols]
+        return codes
+
+    def scales_by_row(self, begin: int, end: int) -> Floats:
+        """Return the scales of rows [begin, end). Raise ValueError as `blocks` does."""
         first = begin // self.block[0]
-        values: Floats = E4M3_VALUES[codes]
-        values *= by_row[np.arange(begin, end) // self.block[0] - first]
-        return values
+        return self._scales(begin, end)[np.arange(begin, end) // self.block[0] - first]
 
     def _scales(self, begin: int, end: int) -> Floats:
         rows = slice(begin // self.block[0], -(-end // self.block[0]))
@@ -104,6 +121,66 @@ class Fp8Matrix:
 
     def _all_scales(self) -> Floats:
         return float_values(self.scales.raw, self.scales.format)
+
+
+@dataclass(frozen=True)
+class KeptFp8Matrix:
+    """A QuantizedMatrix with the codes of an Fp8Matrix, for devices that compute them."""
+
+    stored: Fp8Matrix
+    kind: str  # one of FP8_KINDS
+
+    @property
+    def parts(self) -> tuple[Bytes, ...]:
+        """Return all bytes of the matrix in the file."""
+        return self.stored.parts
+
+    def blocks(self, begin: int, end: int) -> Bytes:
+        """Return the codes of rows [begin, end). Raise ValueError for NaN."""
+        return self.stored.checked_codes(begin, end)
+
+    def f32(self, begin: int, end: int) -> Floats:
+        """Return rows [begin, end) without rounding. Raise ValueError as Fp8Matrix does."""
+        return self.stored.f32(begin, end)
+
+    def scales(self, begin: int, end: int) -> Floats:
+        """Return the scales of rows [begin, end): [rows, 1] or [rows, inputs / 128].
+
+        Raise ValueError for a scale that is not positive and finite.
+        """
+        by_row = self.stored.scales_by_row(begin, end)
+        scale_cols = FP8_KINDS[self.kind]
+        if scale_cols is None:
+            return by_row
+        count = num_scales(self.kind, self.stored.cols)
+        return np.repeat(by_row, self.stored.block[1] // scale_cols, axis=1)[:, :count]
+
+
+def num_scales(kind: str, cols: int) -> int:
+    """Return the number of scales of an output in one of FP8_KINDS."""
+    return -(-cols // (FP8_KINDS[kind] or cols))
+
+
+def kept_fp8(matrix: QuantizedMatrix | None) -> QuantizedMatrix | None:
+    """Return the matrix in a format of FP8_KINDS. None if it is not FP8, or has other blocks."""
+    if isinstance(matrix, SomeRows):
+        whole = kept_fp8(matrix.whole)
+        return None if whole is None else replace(matrix, whole=whole)
+    if not isinstance(matrix, Fp8Matrix):
+        return None
+    if matrix.block[1] >= matrix.cols:
+        return KeptFp8Matrix(matrix, "fp8")
+    fits = matrix.block[1] % 128 == 0
+    return KeptFp8Matrix(matrix, "fp8_block") if fits else None
+
+
+def fp8_scales(matrix: QuantizedMatrix | None, span: tuple[int, int]) -> Floats:
+    """Return the scales of rows [begin, end) of a matrix from `kept_fp8`."""
+    if isinstance(matrix, SomeRows):
+        runs = matrix.runs.ranges(*span)
+        return np.concatenate([fp8_scales(matrix.whole, run) for run in runs])
+    assert isinstance(matrix, KeptFp8Matrix)
+    return matrix.scales(*span)
 
 
 def fp8_tensor(parts: Parts, scale: str, *, block: tuple[int, int] | None = None) -> StoredTensor:

@@ -36,6 +36,7 @@ inline DeviceCapability CudaCapability(int sm) {
           .limits_pools_to_batch = false,
           .reads_mapped_files = false,
           .has_fp32 = false,
+          .has_fp8_weights = true,
           .has_recurrent_layers = true,
           .collects_kv_statistics = false,
           // Drafts have not run on a GPU, and a step with a draft is not recorded as a graph.
@@ -51,7 +52,10 @@ struct CudaDeviceInfo {
 // Options of a device.
 struct CudaDeviceOptions {
   bool deterministic = false;  // rows of the results do not depend on the batch
-  int num_threads = 1;         // host threads that pack weights and sample rows
+  // Round the activations of FP8 weights to 8 bits where the library multiplies both. No GPU has
+  // run it. Without effect if `deterministic`.
+  bool fp8_activations = false;
+  int num_threads = 1;  // host threads that pack weights and sample rows
   // cuBLASLt: names for dlopen, tried in this order before the default locations
   // (backend/cuda/linear/cublas_lt.h).
   std::vector<std::string> cublas_lt = {};

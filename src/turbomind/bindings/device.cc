@@ -89,7 +89,8 @@ void DefDevices(py::module_& m) {
       .def_readonly("reads_mapped_files", &DeviceCapability::reads_mapped_files)
       .def_readonly("has_fp32", &DeviceCapability::has_fp32)
       .def_readonly("drafts_by_default", &DeviceCapability::drafts_by_default)
-      .def_readonly("has_all_formats", &DeviceCapability::has_all_formats);
+      .def_readonly("has_all_formats", &DeviceCapability::has_all_formats)
+      .def_readonly("has_fp8_weights", &DeviceCapability::has_fp8_weights);
   m.def("cuda_capability", &CudaCapability, py::arg("compute_capability"));
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)
@@ -133,13 +134,16 @@ void DefDevices(py::module_& m) {
       release());
   m.def(
       "make_cuda_device",
-      [](int ordinal, bool deterministic, int num_threads, std::vector<std::string> cublas_lt) {
+      [](int ordinal, bool deterministic, int num_threads, std::vector<std::string> cublas_lt,
+         bool fp8_activations) {
         return MakeCudaDevice(ordinal, {.deterministic = deterministic,
+                                        .fp8_activations = fp8_activations,
                                         .num_threads = num_threads,
                                         .cublas_lt = std::move(cublas_lt)});
       },
       py::arg("ordinal"), py::arg("deterministic") = false, py::arg("num_threads") = 1,
-      py::arg("cublas_lt") = std::vector<std::string>(), release());
+      py::arg("cublas_lt") = std::vector<std::string>(), py::arg("fp8_activations") = false,
+      release());
   m.def(
       "kv_cache_conversion",
       [](const py::object& format, const DeviceCapability& device) {

@@ -102,7 +102,7 @@ struct PyWeightsBuilder {
     RequireBytes(what + " (" + format_name + ")", data, SourceBytes(format, rows * cols));
     MatrixSource source{format, data.data(), rows, cols};
     const bool is_nvfp4 = format == MatrixFormat::kNvfp4;
-    const bool has_scales = is_nvfp4 || format == MatrixFormat::kMxfp4Split;
+    const bool has_scales = is_nvfp4 || format == MatrixFormat::kMxfp4Split || IsFp8(format);
     if (has_scales != scales.has_value()) {
       throw InvalidArgument(
           what + " has " +
@@ -114,8 +114,10 @@ struct PyWeightsBuilder {
       RequireBytes(what + " (scales)", *scales, 4);
       std::memcpy(&source.factor, scales->data(), sizeof(source.factor));
     } else if (scales) {
-      RequireArray(what + " (scales)", *scales, 'u', 1);
-      RequireBytes(what + " (scales)", *scales, rows * cols / 32);
+      const bool is_fp8 = IsFp8(format);
+      RequireArray(what + " (scales)", *scales, is_fp8 ? 'f' : 'u', is_fp8 ? 4 : 1);
+      RequireBytes(what + " (scales)", *scales,
+                   is_fp8 ? rows * NumFp8Scales(format, cols) * 4 : rows * cols / 32);
       source.scales = scales->data();
     }
     if (IsMxfp4(format)) {
@@ -131,7 +133,7 @@ struct PyWeightsBuilder {
     const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
     const std::string what = "packed matrix " + name;
     RequireShape(what, format, rows, cols);
-    if (IsMxfp4(format)) {
+    if (IsMxfp4(format) || IsFp8(format)) {
       throw InvalidArgument(what + " has format " + format_name +
                             ", which is never packed. Use add_matrix.");
     }

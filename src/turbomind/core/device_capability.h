@@ -39,9 +39,11 @@ struct DeviceCapability {
   bool reads_mapped_files = true;
   // The device computes in FP32 if the option `exact` asks for it.
   bool has_fp32 = true;
-  // The ops compute every MatrixFormat as it is. If false, the loader converts K-quants and NVFP4
-  // to other formats, and PackMatrix refuses them.
+  // The ops compute K-quants and NVFP4 as they are. If false, the loader converts them to other
+  // formats, and PackMatrix refuses them.
   bool has_all_formats = false;
+  // The same for FP8.
+  bool has_fp8_weights = false;
   // The device has the ops of recurrent layers.
   bool has_recurrent_layers = false;
   // The host can read K and V between the ops of a step.

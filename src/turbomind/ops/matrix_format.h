@@ -15,7 +15,8 @@ namespace turbomind {
 //                and 2j + 1 (high); separate exponents [rows, cols / 32]
 // An MXFP4 value is E2M1(code) * 2^(e - 127); e = 255 is NaN.
 // kQ4_K, kQ5_K and kQ6_K are GGUF's K-quants (ops/k_quants.h). kNvfp4 has GGUF's blocks of 64
-// values (ops/nvfp4.h). A device without kernels for a format rejects it.
+// values (ops/nvfp4.h). kFp8 and kFp8Block are E4M3 codes with separate scales (ops/fp8.h). A
+// device without kernels for a format rejects it.
 enum class MatrixFormat : uint8_t {
   kF32,
   kBF16,
@@ -27,10 +28,12 @@ enum class MatrixFormat : uint8_t {
   kQ4_K,
   kQ5_K,
   kQ6_K,
-  kNvfp4  // the last one
+  kNvfp4,
+  kFp8,
+  kFp8Block  // the last one
 };
 
-inline constexpr int kNumMatrixFormats = static_cast<int>(MatrixFormat::kNvfp4) + 1;
+inline constexpr int kNumMatrixFormats = static_cast<int>(MatrixFormat::kFp8Block) + 1;
 
 // Formats that share the arrangement of their bytes, and thus their packers and kernels.
 enum class MatrixFamily : uint8_t {
@@ -38,7 +41,8 @@ enum class MatrixFamily : uint8_t {
   kQuant,  // GGUF's blocks of 32: FP16 d, perhaps FP16 m, codes
   kMxfp4,
   kKQuant,
-  kNvfp4
+  kNvfp4,
+  kFp8
 };
 
 struct MatrixFormatInfo {
@@ -118,6 +122,10 @@ TM_HD constexpr MatrixFormatInfo InfoOf(MatrixFormat format) {
               .block_bytes = 4 + 32,
               .zero_point = 12,
               .has_half_scales = true};
+    case MatrixFormat::kFp8:
+      return {.name = "fp8", .family = kFp8, .bits = 8, .block_cols = 1, .block_bytes = 1};
+    case MatrixFormat::kFp8Block:
+      return {.name = "fp8_block", .family = kFp8, .bits = 8, .block_cols = 1, .block_bytes = 1};
   }
   __builtin_unreachable();
 }
@@ -148,6 +156,10 @@ inline __attribute__((always_inline)) decltype(auto) DispatchMatrix(MatrixFormat
       return fn.template operator()<MatrixFormat::kQ6_K>();
     case MatrixFormat::kNvfp4:
       return fn.template operator()<MatrixFormat::kNvfp4>();
+    case MatrixFormat::kFp8:
+      return fn.template operator()<MatrixFormat::kFp8>();
+    case MatrixFormat::kFp8Block:
+      return fn.template operator()<MatrixFormat::kFp8Block>();
   }
   __builtin_unreachable();
 }
@@ -163,6 +175,9 @@ TM_HD constexpr bool IsMxfp4(MatrixFormat format) {
 }
 TM_HD constexpr bool IsKQuant(MatrixFormat format) {
   return InfoOf(format).family == MatrixFamily::kKQuant;
+}
+TM_HD constexpr bool IsFp8(MatrixFormat format) {
+  return InfoOf(format).family == MatrixFamily::kFp8;
 }
 TM_HD constexpr bool HasMinimum(MatrixFormat format) { return InfoOf(format).has_minimum; }
 TM_HD constexpr bool HasHalfScales(MatrixFormat format) { return InfoOf(format).has_half_scales; }

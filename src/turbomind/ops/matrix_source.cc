@@ -78,6 +78,32 @@ struct RowCodec<MatrixFamily::kNvfp4> {
   }
 };
 
+template <>
+struct RowCodec<MatrixFamily::kFp8> {
+  static void Dequantize(const MatrixSource& source, const uint8_t* data, int64_t row, float* out) {
+    const int64_t count = NumFp8Scales(source.format, source.cols);
+    const float* scales = static_cast<const float*>(source.scales) + row * count;
+    const int64_t scale_cols = count == 1 ? source.cols : kFp8ScaleCols;
+    for (int64_t c = 0; c < source.cols; ++c) {
+      out[c] = E4M3ToFloat(data[c]) * scales[c / scale_cols];
+    }
+  }
+};
+
+// Throws InvalidArgument for a scale that is not above 0, and for one with which the largest code
+// is not finite.
+void CheckFp8Scales(const MatrixSource& source) {
+  const auto* scales = static_cast<const float*>(source.scales);
+  const int64_t count = source.rows * NumFp8Scales(source.format, source.cols);
+  for (int64_t i = 0; i < count; ++i) {
+    if (!(scales[i] > 0.f && IsFinite(scales[i] * kLargestE4m3))) {
+      throw InvalidArgument("A matrix in " + std::string(InfoOf(source.format).name) +
+                            " has the scale " + std::to_string(scales[i]) +
+                            ". It must be above 0, and its values must be finite.");
+    }
+  }
+}
+
 // Throws InvalidArgument for a factor of another format, and for one with which the largest value,
 // 6 * 480, is not finite.
 void CheckFactor(const MatrixSource& source) {
@@ -136,10 +162,15 @@ void CheckMatrixSource(const MatrixSource& source) {
     throw InvalidArgument("A matrix of " + shape +
                           " is marked as packed, but MXFP4 is never packed.");
   }
-  if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
-    throw InvalidArgument("A matrix of " + shape +
-                          " has wrong scales. The split form of MXFP4 needs separate scales; other "
-                          "formats must not have them.");
+  if ((source.scales != nullptr) !=
+      (source.format == MatrixFormat::kMxfp4Split || IsFp8(source.format))) {
+    throw InvalidArgument(
+        "A matrix of " + shape +
+        " has wrong scales. The split form of MXFP4 and FP8 need separate scales; "
+        "other formats must not have them.");
+  }
+  if (IsFp8(source.format)) {
+    CheckFp8Scales(source);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "turbomind/ops/fp8.h"
 #include "turbomind/ops/k_quants.h"
 #include "turbomind/ops/matrix_format.h"
 #include "turbomind/ops/nvfp4.h"
@@ -14,8 +15,9 @@ namespace turbomind {
 inline constexpr int kQuantBlock = 32;  // columns that share one scale, in weights and activations
 
 // Throws InvalidArgument for sources that no checkpoint can contain: no rows or columns, quantized
-// columns that are not whole blocks, separate scales that do not match the format, and a factor
-// that the format does not have or that makes values infinite.
+// columns that are not whole blocks, separate scales that do not match the format, scales of FP8
+// that are not above 0 or that make values infinite, and a factor that the format does not have or
+// that makes values infinite.
 void CheckMatrixSource(const MatrixSource& source);
 
 // Returns the first byte of a row. REQUIRES: a checked source that is not packed, row in [0, rows).

@@ -173,7 +173,7 @@ struct MatrixSource {
   const void* data = nullptr;
   int64_t rows = 0;
   int64_t cols = 0;
-  const void* scales = nullptr;  // kMxfp4Split only
+  const void* scales = nullptr;  // kMxfp4Split: E8M0; kFp8 and kFp8Block: FP32, of every row
   float factor = 1.f;            // kNvfp4 only: multiplies all values
   // Owns data and scales if a device may read them in place; the device then keeps a copy of this
   // pointer. Null: the memory may be freed once the matrix is packed.

@@ -36,7 +36,7 @@ struct Matrix {
   int64_t cols = 0;
   std::vector<uint8_t> bytes;        // as stored in a checkpoint
   std::vector<double> values;        // their exact values
-  std::vector<uint8_t> scales = {};  // kMxfp4Split
+  std::vector<uint8_t> scales = {};  // kMxfp4Split, and FP32 of FP8
   float factor = 1.f;                // kNvfp4
   MatrixSource source() const {
     return {format, bytes.data(), rows, cols, scales.empty() ? nullptr : scales.data(), factor};
@@ -233,12 +233,36 @@ inline Matrix RandomNvfp4(int64_t rows, int64_t cols, uint32_t seed) {
   return m;
 }
 
+// Returns a random FP8 matrix. Every code is a number, and scales have all their bits.
+inline Matrix RandomFp8(MatrixFormat format, int64_t rows, int64_t cols, uint32_t seed) {
+  std::mt19937 random(seed);
+  Matrix m{format, rows, cols, {}, {}};
+  const int64_t scale_cols = format == MatrixFormat::kFp8 ? cols : 128;
+  float scale = 0;
+  for (int64_t i = 0; i < rows * cols; ++i) {
+    if (i % cols % scale_cols == 0) {
+      scale = std::ldexp(static_cast<float>((1u << 23) + (random() >> 9)), -32);
+      Append(m.scales, scale);
+    }
+    const auto code = static_cast<uint8_t>(random() % 0x7f + random() % 2 * 128);
+    const int size = code % 128;
+    const double magnitude =
+        size < 8 ? std::ldexp(size, -9) : std::ldexp(8 + size % 8, size / 8 - 10);
+    m.bytes.push_back(code);
+    m.values.push_back((code < 128 ? magnitude : -magnitude) * scale);
+  }
+  return m;
+}
+
 inline Matrix RandomMatrix(MatrixFormat format, int64_t rows, int64_t cols, uint32_t seed) {
   if (IsMxfp4(format)) {
     return RandomMxfp4(format, rows, cols, seed);
   }
   if (format == MatrixFormat::kNvfp4) {
     return RandomNvfp4(rows, cols, seed);
+  }
+  if (IsFp8(format)) {
+    return RandomFp8(format, rows, cols, seed);
   }
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;

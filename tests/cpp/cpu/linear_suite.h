@@ -84,9 +84,9 @@ struct Subject {
   const Arithmetic& arithmetic;
   MatrixFormat format;
 
-  bool has_blocks() const { return format != MatrixFormat::kF32 && format != MatrixFormat::kBF16; }
+  bool has_blocks() const { return !IsFloat(format) && !IsFp8(format); }
   bool has_codes() const { return has_blocks() && arithmetic.largest_codes[0] != 0; }
-  int64_t block() const { return SourceBlockCols(format); }
+  int64_t block() const { return IsFp8(format) ? 32 : SourceBlockCols(format); }
   // Returns a matrix, whose columns are rounded up to whole blocks.
   Matrix Random(int64_t rows, int64_t cols, uint32_t seed) const {
     const int64_t whole = has_blocks() ? (cols + block() - 1) / block() * block() : cols;
@@ -570,7 +570,9 @@ inline void EmbedsExactly(const Subject& s) {
 inline void RejectsBadSources(const Subject& s) {
   const std::vector<uint8_t> bytes(8192);
   const void* data = bytes.data();
-  const void* scales = s.format == MatrixFormat::kMxfp4Split ? data : nullptr;
+  const bool has_scales = s.format == MatrixFormat::kMxfp4Split || IsFp8(s.format);
+  const std::vector<float> ones(64, 1.f);
+  const void* scales = has_scales ? ones.data() : nullptr;
   const auto refuses = [&](const MatrixSource& source) {
     ForDevices(s, 1, [&](Device& device, bool) {
       for (bool exact : {false, true}) {

@@ -15,6 +15,7 @@ using enum LinearKernel;
 
 constexpr LinearMachine kOwn = {.sm = 90};
 constexpr LinearMachine kH100 = {.sm = 90, .has_library = true};
+constexpr LinearMachine kH100Fp8 = {.sm = 90, .has_library = true, .fp8_activations = true};
 constexpr LinearMachine kL40S = {.sm = 89, .has_library = true};
 
 LinearStack Stack(MatrixFormat format, int64_t outputs, int64_t cols) {
@@ -74,6 +75,7 @@ TEST_CASE("the table chooses by rows, format and GPU") {
   LinearStack stacked = large;
   stacked.outputs[1] = 1024;
   const LinearStack q4 = Stack(MatrixFormat::kQ4_0, 4096, 4096);
+  const LinearStack fp8 = Stack(MatrixFormat::kFp8, 4096, 4096);
   const LinearStack experts = Experts(32, 5760, 2880);
   for (const Case& c : {Case{small, 1, kH100, kStream1},
                         {small, 64, kH100, kTile},
@@ -91,6 +93,13 @@ TEST_CASE("the table chooses by rows, format and GPU") {
                         {q4, 512, kH100, kLibrary},
                         {q4, 512, kL40S, kTile},
                         {q4, 2048, kL40S, kLibrary},
+                        {fp8, 511, kH100, kTile},
+                        {fp8, 512, kH100, kLibrary},
+                        {fp8, 63, kH100Fp8, kTile},
+                        {fp8, 64, kH100Fp8, kLibrary},
+                        {fp8, 64, kOwn, kTile},
+                        {fp8, 2047, kL40S, kTile},
+                        {fp8, 2048, kL40S, kLibrary},
                         {experts, 4, kH100, kStream2},
                         {experts, 16 * 32, kH100, kStream2},
                         {experts, 16 * 32 + 1, kH100, kTile},

@@ -37,8 +37,9 @@ using testing::RandomVector;
 using testing::SameBits;
 
 constexpr MatrixFormat kFormats[] = {
-    MatrixFormat::kF32,  MatrixFormat::kBF16,  MatrixFormat::kQ4_0,      MatrixFormat::kQ4_1,
-    MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split};
+    MatrixFormat::kF32,        MatrixFormat::kBF16, MatrixFormat::kQ4_0,
+    MatrixFormat::kQ4_1,       MatrixFormat::kQ8_0, MatrixFormat::kMxfp4,
+    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block};
 
 // Half a unit of BF16's 8 significant bits.
 constexpr double kBF16Rounding = 0x1p-8;
@@ -450,7 +451,8 @@ void CheckGrouped(Gpu& gpu, const Groups& groups, const std::vector<int>& sizes,
 TEST_CASE("many rows grouped by expert have the same bits as single rows" *
           doctest::test_suite("small")) {
   Gpu gpu;
-  for (MatrixFormat format : {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
+  for (MatrixFormat format :
+       {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kFp8, MatrixFormat::kFp8Block}) {
     const Groups groups = MakeGroups(gpu, format, 3, 37, 704);
     CheckGrouped(gpu, groups, {40, 0, 11}, true);
     CheckGrouped(gpu, groups, {3, 67, 40}, true);

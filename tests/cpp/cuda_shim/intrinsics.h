@@ -59,7 +59,10 @@ inline int AddShared(void* p, int value) {
 }
 
 inline void CopyAsync(void* shared, const void* global, int valid) {
-  shim::CopyAsync(shared, global, valid);
+  shim::CopyAsync(shared, global, 16, valid);
+}
+inline void CopyWordAsync(void* shared, const void* global) {
+  shim::CopyAsync(shared, global, 4, 4);
 }
 inline void CommitCopies() { shim::CommitCopies(); }
 template <int kNewest>

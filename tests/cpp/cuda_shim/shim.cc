@@ -35,12 +35,12 @@ namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kPoison = 0xff;  // NaN as FP32, FP16 and a scale
-constexpr size_t kCopyBytes = 16;
 
 struct Copy {
   char* to;
   const char* from;
-  int valid;
+  size_t bytes;
+  size_t valid;
 };
 
 struct Thread {
@@ -207,8 +207,8 @@ void RunBlock(const LaunchShape& shape) {
 }
 
 void Perform(const Copy& copy) {
-  std::memset(copy.to, 0, kCopyBytes);
-  std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.valid));
+  std::memset(copy.to, 0, copy.bytes);
+  std::memcpy(copy.to, copy.from, copy.valid);
 }
 
 }  // namespace
@@ -314,16 +314,17 @@ void MeetBlock() {
   RunAnother();
 }
 
-void CopyAsync(void* shared, const void* global, int valid) {
-  if (valid < 0 || valid > static_cast<int>(kCopyBytes)) {
-    Fail("a copy of " + std::to_string(valid) + " of 16 bytes");
+void CopyAsync(void* shared, const void* global, int bytes, int valid) {
+  if (valid < 0 || valid > bytes) {
+    Fail("a copy of " + std::to_string(valid) + " of " + std::to_string(bytes) + " bytes");
   }
-  CheckAccess(Space::kShared, shared, kCopyBytes, kCopyBytes);
+  const Copy copy = {static_cast<char*>(shared), static_cast<const char*>(global),
+                     static_cast<size_t>(bytes), static_cast<size_t>(valid)};
+  CheckAccess(Space::kShared, shared, copy.bytes, copy.bytes);
   if (valid > 0) {
-    CheckAccess(Space::kGlobalRead, global, static_cast<size_t>(valid), kCopyBytes);
+    CheckAccess(Space::kGlobalRead, global, copy.valid, copy.bytes);
   }
-  const Copy copy = {static_cast<char*>(shared), static_cast<const char*>(global), valid};
-  std::memset(shared, kPoison, kCopyBytes);
+  std::memset(shared, kPoison, copy.bytes);
   if (TheState().random() % 2 == 0) {
     Perform(copy);
   } else {

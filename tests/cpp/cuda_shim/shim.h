@@ -88,9 +88,9 @@ struct Meeting {
 void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&));
 void MeetBlock();
 
-// cp.async: copy the first `valid` of 16 bytes and set the rest to zero. The copy happens at some
-// time before the wait.
-void CopyAsync(void* shared, const void* global, int valid);
+// cp.async: copy the first `valid` of 4 or 16 bytes and set the rest to zero. The copy happens at
+// some time before the wait.
+void CopyAsync(void* shared, const void* global, int bytes, int valid);
 void CommitCopies();
 void WaitForCopies(int newest);
 

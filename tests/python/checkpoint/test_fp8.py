@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,16 @@ from tiny_moe import QWEN3_MOE
 
 from lmdeploy import _turbomind
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.convert import engine_bytes, matrix_for_engine
+from lmdeploy.checkpoint.convert import (
+    engine_bytes,
+    for_device,
+    matrix_for_engine,
+    scales_for_engine,
+)
 from lmdeploy.checkpoint.fingerprint import hash_model
 from lmdeploy.checkpoint.methods.fp8 import E4M3_VALUES
 from lmdeploy.checkpoint.open import open_checkpoint
+from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 from lmdeploy.engine.plan import check_model_format
 
 LLAMA = TINY_MODELS[0]
@@ -49,6 +56,7 @@ class Fp8:
     scale_shape: str = ""  # "", "1", "1 x 1", "rows", "rows x 1" or "blocks"
     scale_dtype: torch.dtype = torch.float32
     unused: tuple[str, ...] = field(default=())
+    block: tuple[int, int] = BLOCK
 
     def quantize(self, weight: np.ndarray) -> tuple[Stored, np.ndarray]:
         """Quantize a matrix whose codes include 0, -0, 448 and -448."""
@@ -56,7 +64,7 @@ class Fp8:
         weight[0, :2] = 0.0, -0.0
         rows, cols = weight.shape
         whole = (rows, cols)
-        height, width = {"": whole, "1": whole, "1 x 1": whole, "blocks": BLOCK}.get(
+        height, width = {"": whole, "1": whole, "1 x 1": whole, "blocks": self.block}.get(
             self.scale_shape, (1, cols)
         )
         scales = np.empty((-(-rows // height), -(-cols // width)), np.float32)
@@ -82,7 +90,7 @@ class Fp8:
     def read(self, parts: Stored) -> np.ndarray:
         """Return the values of a matrix as the independent reader sees them."""
         codes = parts["weight"].view(torch.uint8).numpy()
-        block = BLOCK if self.scale_shape == "blocks" else None
+        block = self.block if self.scale_shape == "blocks" else None
         return read_fp8(codes, parts[self.scale_name].float().numpy(), block)
 
 
@@ -90,6 +98,13 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)
 VARIANTS = {
     "blocks": Fp8(BLOCKS, "weight_scale_inv", "blocks"),
     "blocks-bf16": Fp8(BLOCKS, "weight_scale_inv", "blocks", torch.bfloat16),
+    "blocks-128": Fp8(
+        {**BLOCKS, "weight_block_size": [128, 128]},
+        "weight_scale_inv",
+        "blocks",
+        torch.bfloat16,
+        block=(128, 128),
+    ),
     "huge-block": Fp8(  # a block takes no memory beyond its matrix
         {**BLOCKS, "weight_block_size": [2**31 - 1, 2**31 - 1]}, "weight_scale_inv", "1 x 1"
     ),
@@ -103,6 +118,10 @@ VARIANTS = {
     "rows": Fp8({"quant_method": "fbgemm_fp8"}, scale_shape="rows"),
     "modelopt": Fp8({"quant_method": "modelopt", "quant_algo": "FP8"}, unused=("input_scale",)),
 }
+
+
+# The formats of the matrices on a device with FP8: blocks of 40 inputs have none.
+KEPT_KINDS = {"blocks": {"q8_0"}, "blocks-bf16": {"q8_0"}, "blocks-128": {"fp8", "fp8_block"}}
 
 
 def save_fp8(tiny: TinyModel, folder: Path, variant: Fp8) -> Any:
@@ -152,6 +171,54 @@ def test_fp8_matrices_equal_the_independent_reader(name: str, tmp_path: Path) ->
         assert (error <= step / 2 * (1 + 2**-9) + 2**-25).all()
         relative = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
         assert relative < 0.006  # 0.5 %, beside 2.65 % of FP8 itself
+
+
+def kept_tensors(folder: Path) -> list[PlannedTensor]:
+    """Return the matrices of a folder on a GPU."""
+    tensors = for_device(open_checkpoint(folder), _turbomind.cuda_capability(90)).tensors
+    return [planned for planned in tensors if planned.tensor.matrix is not None]
+
+
+def kept_values(kind: str, codes: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    """Return codes times scales as torch reads them."""
+    rows, cols = codes.shape
+    width = {"fp8": cols, "fp8_block": 128}[kind]
+    assert scales is not None and scales.dtype == np.float32 and scales.flags.c_contiguous
+    assert scales.shape == (rows, -(-cols // width))
+    values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
+    return values * np.repeat(scales, width, axis=1)[:, :cols]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("tiny", [LLAMA, QWEN3_MOE, *HYBRID_MODELS], ids=lambda tiny: tiny.name)
+def test_a_device_with_fp8_gets_codes_and_scales(
+    tiny: TinyModel, name: str, tmp_path: Path
+) -> None:
+    save_fp8(tiny, tmp_path, VARIANTS[name])
+    kinds = set()
+    for planned in kept_tensors(tmp_path):
+        tensor = planned.tensor
+        # Other tests compare these values with the independent reader and with transformers.
+        _, wanted = matrix_for_engine(tensor, exact=True)
+        kind, codes = matrix_for_engine(tensor, exact=False)
+        kinds.add(kind)
+        if kind != "q8_0":
+            scales = scales_for_engine(tensor, kind)
+            values = kept_values(kind, codes, scales)
+            np.testing.assert_array_equal(values.view(np.uint32), wanted.view(np.uint32))
+            assert scales is not None
+            assert engine_bytes(planned, exact=False) == codes.nbytes + scales.nbytes
+    assert kinds == KEPT_KINDS.get(name, {"fp8"})
+
+
+def test_rows_of_rope_move_with_their_scales(tmp_path: Path) -> None:
+    save_fp8(LLAMA, tmp_path, VARIANTS["fbgemm"])
+    (query,) = (p.tensor for p in kept_tensors(tmp_path) if p.name == "layers.0.q")
+    _, wanted = matrix_for_engine(query, exact=True, interleaved_heads=2)
+    kind, codes = matrix_for_engine(query, exact=False, interleaved_heads=2)
+    scales = scales_for_engine(query, kind, interleaved_heads=2)
+    np.testing.assert_array_equal(kept_values(kind, codes, scales), wanted)
+    assert (wanted != matrix_for_engine(query, exact=True)[1]).any()
 
 
 @pytest.mark.parametrize("name", ["blocks", "tensor", "fbgemm"])
@@ -316,6 +383,41 @@ def test_open_checkpoint_inconsistent_fp8_tensor_is_rejected(
         for planned in open_checkpoint(tmp_path).tensors:
             if len(planned.tensor.shape) == 2:
                 matrix_for_engine(planned.tensor, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (with_code(0x7F), r"up_proj\.weight: A code is NaN"),
+        (with_code(0xFF), r"up_proj\.weight: A code is NaN"),
+        (with_scale(0.0), r"up_proj\.weight: A scale is 0"),
+        (with_scale(-1.0), "A scale is -1"),
+        (with_scale(float("nan")), "A scale is nan"),
+        (with_scale(float("inf")), "A scale is inf"),
+        (with_scale(1e37), "A scale is 1e"),
+        (with_scale(1e6), None),  # FP16 is not needed
+        (with_scale(1e-9), None),
+    ],
+)
+def test_a_device_with_fp8_rejects_bad_codes_and_scales(
+    tmp_path: Path, change: Callable[[Stored], None], text: str | None
+) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    save_fp8(LLAMA, tmp_path / "good", VARIANTS["blocks-128"])
+
+    def changed(stored: Stored) -> None:
+        shape = stored[UP + "weight_scale_inv"].shape
+        change(stored)
+        if stored[UP + "weight_scale_inv"].shape != shape:
+            scales = stored[UP + "weight_scale_inv"][: shape[0], : shape[1]]
+            stored[UP + "weight_scale_inv"] = scales.contiguous()
+
+    change_tensors(tmp_path / "good", tmp_path / "bad", changed)
+    with pytest.raises(ModelFormatError, match=text) if text else nullcontext():
+        for planned in kept_tensors(tmp_path / "bad"):
+            kind, _ = matrix_for_engine(planned.tensor, exact=False)
+            scales_for_engine(planned.tensor, kind)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(make_model(TINY_MODELS[0]), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("value", ["fp8", "", "INT8", 8, True, ["int8"], np.array(["int8"])])
+@pytest.mark.parametrize("value", ["fp4", "", "INT8", 8, True, ["int8"], np.array(["int8"])])
 def test_other_values_are_rejected(value: Any) -> None:
-    message = r"gemm_input_dtype is .*\. It must be int8, bfloat16 or None \(--gemm-input-dtype\)"
+    message = (
+        r"gemm_input_dtype is .*\. It must be int8, bfloat16, fp8 or None \(--gemm-input-dtype\)"
+    )
     with pytest.raises(ValueError, match=message):
         TurbomindEngineConfig(gemm_input_dtype=value)
 
@@ -44,8 +46,8 @@ def test_other_values_are_rejected(value: Any) -> None:
     ("options", "message"),
     [
         ({"exact": True}, "gemm_input_dtype cannot be used with exact"),
-        ({"device_type": "cuda"}, "gemm_input_dtype is not supported on CUDA"),
-        ({"devices": [0]}, "gemm_input_dtype is not supported on CUDA"),
+        ({"device_type": "cuda"}, "gemm_input_dtype must be fp8 on CUDA"),
+        ({"devices": [0]}, "gemm_input_dtype must be fp8 on CUDA"),
     ],
 )
 def test_exact_compute_and_gpus_exclude_it(options: dict[str, Any], message: str) -> None:
@@ -110,6 +112,15 @@ def test_bf16_needs_amx_and_no_determinism() -> None:
     else:
         with pytest.raises(ValueError, match=f"needs a CPU with AMX, and this is cpu .{isa}"):
             devices.open_device(config)
+    for other in ("deterministic", "exact"):
+        with pytest.raises(ValueError, match="gemm_input_dtype cannot be"):
+            dataclasses.replace(config, **{other: True})
+
+
+def test_fp8_needs_a_gpu_and_no_determinism() -> None:
+    config = TurbomindEngineConfig(gemm_input_dtype="fp8", device_type="cpu", num_threads=1)
+    with pytest.raises(ValueError, match=r"fp8 needs a GPU, and this is cpu .* Remove --gemm-inp"):
+        devices.open_device(config)
     for other in ("deterministic", "exact"):
         with pytest.raises(ValueError, match="gemm_input_dtype cannot be"):
             dataclasses.replace(config, **{other: True})

@@ -77,7 +77,7 @@ inline constexpr int kPanelRows = 12;  // 12 sums and 12 accumulators fit in 32 
 // Returns whether the activations are quantized in blocks of 32 columns. With half scales, panels
 // have offsets for each 16 columns.
 TM_HD constexpr bool HasQuantPanels(MatrixFormat format) {
-  return !IsFloat(format) && !IsMxfp4(format);
+  return !IsFloat(format) && !IsMxfp4(format) && !IsFp8(format);
 }
 
 TM_HD constexpr int StepCols(MatrixFormat format) {
@@ -147,7 +147,8 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   return TileHeaderBytes(format) + NumSteps(format, cols) * TileStepBytes(format);
 }
 
-// Bytes of a whole matrix in tiles; 0 for MXFP4, which is not repacked.
+// Bytes of a whole matrix in tiles; 0 for MXFP4, which is not repacked, and for FP8, which has no
+// kernels.
 TM_HD constexpr int64_t PackedBytes(MatrixFormat format, int64_t rows, int64_t cols) {
   return IsMxfp4(format) ? 0 : (rows + kTileRows - 1) / kTileRows * TileBytes(format, cols);
 }

@@ -137,6 +137,10 @@ CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixA
   CheckMatrixSource(source);
   Check(exact || !IsMxfp4(source.format),
         "MXFP4 must be converted to kF32 before it is packed into tiles");
+  if (IsFp8(source.format) && !exact) {
+    throw InvalidArgument("The CPU has no kernels for " + std::string(InfoOf(source.format).name) +
+                          ". Convert the matrix.");
+  }
   rows = source.rows;
   cols = source.cols;
   format = exact ? MatrixFormat::kF32 : source.format;

@@ -107,7 +107,8 @@ class CudaDevice final : public Device {
       : gpu_(gpu),
         properties_(Resolve(gpu)),
         workspace_(stream_, properties_.workspace_step_bytes),
-        context_{stream_, properties_, options.deterministic, &workspace_},
+        context_{stream_, properties_, options.deterministic, &workspace_,
+                 options.fp8_activations && !options.deterministic},
         arrays_(stream_),
         graphs_(stream_),
         planner_(context_),
@@ -136,6 +137,9 @@ class CudaDevice final : public Device {
   }
 
   std::string gemm_backend() const override { return gemm_backend_; }
+  std::string gemm_input_dtype() const override {
+    return context_.fp8_activations ? "fp8" : "bfloat16";
+  }
 
   std::optional<int64_t> free_bytes() const override {
     UseGpu(gpu_);

@@ -11,17 +11,25 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr const char* kFileNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-constexpr size_t kMinVersion = 120000;  // older versions use another numbering
+constexpr size_t kMinVersion = 120000;     // older versions use another numbering
+constexpr size_t kMinFp8Version = 120900;  // scales of rows and of 128 columns
 
 // Values of cuBLASLt's enums.
 constexpr int kSuccess = 0;
 constexpr int kTypeFloat32 = 0;
 constexpr int kTypeBFloat16 = 14;
+constexpr int kTypeE4m3 = 28;
 constexpr int kComputeFloat32 = 68;
 constexpr int kTransposed = 1;
 constexpr int kDescTransposeA = 3;
 constexpr int kDescEpilogue = 7;
 constexpr int kDescBias = 8;
+constexpr int kDescScalesA = 17;
+constexpr int kDescScalesB = 18;
+constexpr int kDescScaleModeA = 31;
+constexpr int kDescScaleModeB = 32;
+constexpr int kScalesOfRows = 3;
+constexpr int kScalesOf128Columns = 4;
 constexpr uint32_t kEpilogueBias = 4;
 constexpr int kPreferWorkspaceBytes = 1;
 constexpr int kPreferAlignmentC = 7;
@@ -140,6 +148,12 @@ struct CublasLt::Plan {
   Algorithm algorithm = {};
 };
 
+// Set the addresses of the scales.
+void CublasLt::SetScales(const Functions& f, void* desc, const Fp8Product& fp8) {
+  Require(f.desc_set(desc, kDescScalesA, &fp8.w_scales, sizeof(fp8.w_scales)), "scales");
+  Require(f.desc_set(desc, kDescScalesB, &fp8.x_scales, sizeof(fp8.x_scales)), "scales");
+}
+
 CublasLt::CublasLt() : functions_(std::make_unique<Functions>()) {}
 
 CublasLt::~CublasLt() {
@@ -204,7 +218,16 @@ std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& librari
   return nullptr;
 }
 
-const CublasLt::Plan& CublasLt::PlanOf(const Key& key, const BFloatProduct& product) {
+const CublasLt::Plan& CublasLt::PlanOf(const BFloatProduct& product, const Fp8Product* fp8) {
+  const int scales = fp8 == nullptr ? 0 : fp8->in_groups ? kScalesOf128Columns : kScalesOfRows;
+  const Key key = {scales,
+                   fp8 == nullptr ? 0 : fp8->w_stride,
+                   product.rows,
+                   product.outputs,
+                   product.cols,
+                   product.y_stride,
+                   AlignmentOf(product.y),
+                   AlignmentOf(product.bias)};
   const auto found = plans_.find(key);
   if (found != plans_.end()) {
     return found->second;
@@ -223,9 +246,26 @@ const CublasLt::Plan& CublasLt::PlanOf(const Key& key, const BFloatProduct& prod
     Require(f.desc_set(plan.desc, kDescEpilogue, &kEpilogueBias, sizeof(kEpilogueBias)), "bias");
     Require(f.desc_set(plan.desc, kDescBias, &product.bias, sizeof(product.bias)), "bias");
   }
-  Require(f.layout_create(&plan.w, kTypeBFloat16, cols, outputs, product.cols), "layout");
-  Require(f.layout_create(&plan.x, kTypeBFloat16, cols, rows, product.cols), "layout");
+  const int type = fp8 == nullptr ? kTypeBFloat16 : kTypeE4m3;
+  const int64_t w_stride = fp8 == nullptr ? product.cols : fp8->w_stride;
+  Require(f.layout_create(&plan.w, type, cols, outputs, w_stride), "layout");
+  Require(f.layout_create(&plan.x, type, cols, rows, product.cols), "layout");
   Require(f.layout_create(&plan.y, kTypeFloat32, outputs, rows, product.y_stride), "layout");
+  if (fp8 != nullptr) {
+    if (f.version() < kMinFp8Version) {
+      return plan;
+    }
+    Require(f.desc_set(plan.desc, kDescScaleModeA, &scales, sizeof(scales)), "scales");
+    Require(f.desc_set(plan.desc, kDescScaleModeB, &scales, sizeof(scales)), "scales");
+    SetScales(f, plan.desc, *fp8);
+  }
+  plan.possible = Choose(product, &plan);
+  return plan;
+}
+
+// Find the library's best algorithm. Return false if it has none.
+bool CublasLt::Choose(const BFloatProduct& product, Plan* plan) {
+  const Functions& f = *functions_;
   void* preference = nullptr;
   Require(f.preference_create(&preference), "preference");
   const uint64_t workspace_bytes = kWorkspaceBytes;
@@ -239,20 +279,30 @@ const CublasLt::Plan& CublasLt::PlanOf(const Key& key, const BFloatProduct& prod
           kSuccess &&
       f.preference_set(preference, kPreferAlignmentC, &alignment, sizeof(alignment)) == kSuccess &&
       f.preference_set(preference, kPreferAlignmentD, &alignment, sizeof(alignment)) == kSuccess &&
-      f.heuristic(handle_, plan.desc, plan.w, plan.x, plan.y, plan.y, preference, 1, &best,
+      f.heuristic(handle_, plan->desc, plan->w, plan->x, plan->y, plan->y, preference, 1, &best,
                   &found_algorithms) == kSuccess;
   f.preference_destroy(preference);
-  plan.possible = known && found_algorithms > 0 && best.status == kSuccess;
-  plan.algorithm = best.algorithm;
-  return plan;
+  plan->algorithm = best.algorithm;
+  return known && found_algorithms > 0 && best.status == kSuccess;
 }
 
 bool CublasLt::Multiply(const BFloatProduct& product, void* workspace, Stream stream) {
-  const Plan& plan = PlanOf({product.rows, product.outputs, product.cols, product.y_stride,
-                             AlignmentOf(product.y), AlignmentOf(product.bias)},
-                            product);
+  return Run(product, nullptr, workspace, stream);
+}
+
+bool CublasLt::Multiply(const Fp8Product& product, void* workspace, Stream stream) {
+  Check(product.codes.bias == nullptr, "a product of FP8 has no bias");
+  return Run(product.codes, &product, workspace, stream);
+}
+
+bool CublasLt::Run(const BFloatProduct& product, const Fp8Product* fp8, void* workspace,
+                   Stream stream) {
+  const Plan& plan = PlanOf(product, fp8);
   if (!plan.possible) {
     return false;
+  }
+  if (fp8 != nullptr) {
+    SetScales(*functions_, plan.desc, *fp8);
   }
   if (product.bias != nullptr) {
     Require(functions_->desc_set(plan.desc, kDescBias, &product.bias, sizeof(product.bias)),

@@ -1,7 +1,7 @@
 #pragma once
 
-// Products of BF16 matrices by cuBLASLt, if it is installed. The library is loaded at run time and
-// is not needed for the build. One thread at a time.
+// Products of BF16 and FP8 matrices by cuBLASLt, if it is installed. The library is loaded at run
+// time and is not needed for the build. One thread at a time.
 
 #include <cstddef>
 #include <cstdint>
@@ -28,6 +28,16 @@ struct BFloatProduct {
   bool accumulate = false;
 };
 
+// The same for E4M3 codes with FP32 scales, one for each row of w and x, or one for each 128
+// columns of a row.
+struct Fp8Product {
+  BFloatProduct codes;   // w and x are E4M3; no bias, which the library reads in BF16 only
+  int64_t w_stride = 0;  // bytes between the rows of w, a multiple of 16
+  bool in_groups = false;
+  const float* w_scales = nullptr;  // [outputs], or [ceil(cols / 128), outputs]
+  const float* x_scales = nullptr;  // [rows], or [ceil(cols / 128), rows]
+};
+
 class CublasLt {
  public:
   // Return the default candidates: names on the loader's path, then files of the toolkits in
@@ -50,17 +60,23 @@ class CublasLt {
   // graph may contain this call if a product of the same shape ran before: its plan then exists and
   // its kernel is loaded.
   bool Multiply(const BFloatProduct& product, void* workspace, Stream stream);
+  bool Multiply(const Fp8Product& product, void* workspace, Stream stream);
 
   static constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 
  private:
   struct Functions;
   struct Plan;
-  // rows, outputs, cols, y_stride, alignment of y, alignment of the bias (0: none)
-  using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, uint32_t, uint32_t>;
+  // Kind of scales, bytes between the rows of w, rows, outputs, cols, y_stride, alignment of y,
+  // alignment of the bias (0: none)
+  using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t, uint32_t>;
 
   CublasLt();
-  const Plan& PlanOf(const Key& key, const BFloatProduct& product);
+  // `fp8` is null for BF16.
+  const Plan& PlanOf(const BFloatProduct& product, const Fp8Product* fp8);
+  static void SetScales(const Functions& functions, void* desc, const Fp8Product& product);
+  bool Choose(const BFloatProduct& product, Plan* plan);
+  bool Run(const BFloatProduct& product, const Fp8Product* fp8, void* workspace, Stream stream);
 
   std::unique_ptr<Functions> functions_;
   void* handle_ = nullptr;

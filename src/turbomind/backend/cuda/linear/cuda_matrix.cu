@@ -120,6 +120,14 @@ void PackBlocks(const MatrixSource& source, int64_t row, uint8_t* tile) {
   }
 }
 
+// Pack a row of FP8: its codes, then its scales from the end of the row on.
+void PackFp8Row(const MatrixSource& source, int64_t row, int64_t row_bytes, uint8_t* to) {
+  std::memcpy(to, SourceRow(source, row), static_cast<size_t>(source.cols));
+  const int64_t count = NumFp8Scales(source.format, source.cols);
+  const float* scales = static_cast<const float*>(source.scales) + row * count;
+  std::reverse_copy(scales, scales + count, reinterpret_cast<float*>(to + row_bytes) - count);
+}
+
 void PackTile(const MatrixSource& source, MatrixFormat stored, int64_t index, uint8_t* tile) {
   const int64_t row_bytes = RowBytes(stored, source.cols);
   std::memset(tile, 0, static_cast<size_t>(TileBytes(stored, source.cols)));
@@ -132,6 +140,8 @@ void PackTile(const MatrixSource& source, MatrixFormat stored, int64_t index, ui
       PackBlocks(source, row, tile);
     } else if (stored == MatrixFormat::kBF16) {
       std::memcpy(to, SourceRow(source, row), static_cast<size_t>(source.cols) * 2);
+    } else if (IsFp8(stored)) {
+      PackFp8Row(source, row, row_bytes, to);
     } else {
       DequantizeMatrixRow(source, row, values.data());
       std::memcpy(to, values.data(), values.size() * sizeof(float));

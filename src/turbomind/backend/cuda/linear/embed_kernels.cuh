@@ -42,9 +42,11 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
     }
   } else {
     using W = WeightFragments<F>;
-    const int block = group / 4;
+    const int col = first % UnitCols(F);  // in the unit
+    const int block = IsFp8(F) ? col / kEmbedCols % W::kBlocks : col / kQuantBlock;
+    const int t = (col - FirstCol<F>(block, 0)) / FirstCol<F>(0, 1);
     const int half = row / 8;
-    const auto unit = W::Load(tile, block / W::kBlocks, row % 8 * 4 + group % 4, tile_bytes);
+    const auto unit = W::Load(tile, first / UnitCols(F), row % 8 * 4 + t, tile_bytes);
     uint32_t pairs[4] = {};
     float scale = 1.f;
     float minimum = -0.f;  // the identity of addition, even for -0
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
       W::Expand(unit, b, both);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const bool mine = b == block % W::kBlocks && h == half;
+        const bool mine = b == block && h == half;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           pairs[p] = mine ? both[h][p] : pairs[p];

@@ -30,6 +30,8 @@ constexpr int64_t kMinLibraryWeights = int64_t{1} << 25;
 // on. On other GPUs the library uses mma as well and only has the better schedule.
 constexpr int kMinExpandedRows = 512;
 constexpr int kMinExpandedRowsMma = 2048;
+// With 8-bit activations, the library reads FP8 as it is and multiplies twice as fast.
+constexpr int kMinFp8Rows = 64;
 
 // The candidates. Up to kMaxStreamCandidateRows rows per matrix, StreamKernel reads the weights
 // twice at most, the second time from the L2 cache. TileKernel computes tiles of 32 rows, and one
@@ -47,15 +49,17 @@ int64_t RowsOfMatrix(const LinearStack& stack, int64_t num_rows) {
   return stack.num_experts > 0 ? CeilDiv(num_rows, int64_t{stack.num_experts}) : num_rows;
 }
 
-bool LibraryIsFaster(const LinearStack& stack, int64_t num_rows, int sm) {
+bool LibraryIsFaster(const LinearStack& stack, int64_t num_rows, const LinearMachine& machine) {
   if (stack.stored == MatrixFormat::kBF16) {
     return num_rows >= kMinLibraryRows ||
            std::all_of(stack.outputs.begin(), stack.outputs.end(), [&](int64_t outputs) {
              return outputs == 0 || outputs * stack.cols >= kMinLibraryWeights;
            });
   }
-  const bool has_warp_groups = sm / 10 == 9 || sm / 10 == 10;
-  return num_rows >= (has_warp_groups ? kMinExpandedRows : kMinExpandedRowsMma);
+  if (IsFp8(stack.stored) && LibraryMultipliesFp8(machine)) {
+    return num_rows >= kMinFp8Rows;
+  }
+  return ExpandingIsFaster(num_rows, machine.sm);
 }
 
 LinearKernel StreamOf(const LinearStack& stack, int64_t num_rows) {
@@ -68,6 +72,15 @@ LinearKernel StreamOf(const LinearStack& stack, int64_t num_rows) {
 }
 
 }  // namespace
+
+bool LibraryMultipliesFp8(const LinearMachine& machine) {
+  return machine.fp8_activations && machine.sm / 10 == 9;  // others lack these scales
+}
+
+bool ExpandingIsFaster(int64_t num_rows, int sm) {
+  const bool has_warp_groups = sm / 10 == 9 || sm / 10 == 10;
+  return num_rows >= (has_warp_groups ? kMinExpandedRows : kMinExpandedRowsMma);
+}
 
 const char* NameOf(LinearKernel kernel) {
   switch (kernel) {
@@ -130,8 +143,7 @@ LinearStack StackOfExperts(std::span<const LinearPart> experts) {
 }
 
 LinearKernel TableKernel(const LinearStack& stack, int64_t num_rows, const LinearMachine& machine) {
-  if (machine.has_library && stack.num_experts == 0 &&
-      LibraryIsFaster(stack, num_rows, machine.sm)) {
+  if (machine.has_library && stack.num_experts == 0 && LibraryIsFaster(stack, num_rows, machine)) {
     return LinearKernel::kLibrary;
   }
   return RowsOfMatrix(stack, num_rows) <= kMaxStreamRows ? StreamOf(stack, num_rows)

@@ -21,7 +21,7 @@ enum class LinearKernel : uint8_t {
   kStream1,  // StreamKernel with one tile of outputs per block; for up to 8 rows
   kStream2,  // the same with two tiles
   kTile,     // TileKernel
-  kLibrary   // cuBLASLt, after expanding weights with scales
+  kLibrary   // cuBLASLt, after expanding weights with scales or with 8-bit activations
 };
 const char* NameOf(LinearKernel kernel);
 
@@ -47,10 +47,17 @@ LinearStack StackOfExperts(std::span<const LinearPart> experts);
 struct LinearMachine {
   int sm = 0;                // compute capability, e.g. 90
   bool has_library = false;  // false if calls must be deterministic
+  bool fp8_activations = false;
 };
 
 // The table in the source. `num_rows` are those of all experts.
 LinearKernel TableKernel(const LinearStack& stack, int64_t num_rows, const LinearMachine& machine);
+
+// Return whether the library multiplies FP8 with 8-bit activations, whose scales are those of rows
+// or of 128 columns.
+bool LibraryMultipliesFp8(const LinearMachine& machine);
+// Return whether the library is faster than TileKernel, by the table, if weights must be expanded.
+bool ExpandingIsFaster(int64_t num_rows, int sm);
 
 // A choice of the tuner is for a range of rows. It is measured with the most rows of the range:
 // every kernel reads and multiplies whole tiles of rows.

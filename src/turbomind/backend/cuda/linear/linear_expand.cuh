@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kExpandWarps) ExpandKernel(ExpandParams p
                                fmaf(scale, BitsFloat(pair & 0xffff0000u), minimum));
       }
       const int64_t row = BlockIndexY() * kTileOutputs + (lane >> 2) + 8 * half;
-      const int col = unit * UnitCols(F) + block * kQuantBlock + 8 * (lane & 3);
+      const int col = unit * UnitCols(F) + FirstCol<F>(block, lane & 3);
       StoreGlobal(reinterpret_cast<Words<16>*>(params.out + row * params.cols + col), out);
     }
   }

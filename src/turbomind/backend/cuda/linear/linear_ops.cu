@@ -6,6 +6,7 @@
 #include "turbomind/backend/cuda/linear/linear_copy.cuh"
 #include "turbomind/backend/cuda/linear/linear_exact.cuh"
 #include "turbomind/backend/cuda/linear/linear_expand.cuh"
+#include "turbomind/backend/cuda/linear/linear_fp8.h"
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 #include "turbomind/backend/cuda/linear/linear_stream.cuh"
 #include "turbomind/backend/cuda/linear/linear_tile.cuh"
@@ -241,7 +242,14 @@ void RunFormat(const Context& ctx, LinearKernelParams params, LinearKernel kerne
     return RunStream<F>(ctx, {params, slices}, kernel);
   }
   Check(library != nullptr, "only a device with a library may choose it");
-  const LinearKernelParams rest = RunLibrary<F>(ctx, params, *library);
+  bool expands = true;
+  if constexpr (IsFp8(F)) {
+    if (LibraryMultipliesFp8({.sm = ctx.gpu.sm, .fp8_activations = ctx.fp8_activations})) {
+      params = RunFp8Library(ctx, params, F, *library);
+      expands = params.num_segments > 0 && ExpandingIsFaster(params.num_rows, ctx.gpu.sm);
+    }
+  }
+  const LinearKernelParams rest = expands ? RunLibrary<F>(ctx, params, *library) : params;
   for (int i = 0; i < rest.num_segments; ++i) {
     LinearKernelParams one = rest;
     one.num_segments = 1;
@@ -271,7 +279,9 @@ CudaLinear::~CudaLinear() {
 }
 
 LinearMachine CudaLinear::machine(const Context& ctx) const {
-  return {.sm = ctx.gpu.sm, .has_library = library_ != nullptr && !ctx.deterministic};
+  return {.sm = ctx.gpu.sm,
+          .has_library = library_ != nullptr && !ctx.deterministic,
+          .fp8_activations = ctx.fp8_activations};
 }
 
 size_t CudaLinear::library_version() const { return library_ == nullptr ? 0 : library_->version(); }

@@ -19,11 +19,11 @@ namespace turbomind::cuda {
 // Weights are CudaMatrix objects. x, y, biases, ids, x_rows and offsets are in GPU memory; the
 // arrays of LinearPart are on the host.
 //
-// Activations are rounded to BF16, except with FP32 weights, and sums are in FP32.
-// linear_stream.cuh states the resulting error. Without a library, or if ctx.deterministic is set,
-// an output's sum depends only on its row of x and its matrices, not on num_rows. With cuBLASLt,
-// some numbers of rows use its products, which have their own order of sums. Weights with scales
-// are rounded to BF16 for it.
+// Activations are rounded to BF16, except with FP32 weights and as linear_fp8.h says, and sums are
+// in FP32. linear_stream.cuh states the resulting error. Without a library, or if ctx.deterministic
+// is set, an output's sum depends only on its row of x and its matrices, not on num_rows. With
+// cuBLASLt, some numbers of rows use its products, which have their own order of sums. Weights with
+// scales are rounded to BF16 for it.
 class CudaLinear {
  public:
   explicit CudaLinear(std::unique_ptr<CublasLt> library = nullptr);

@@ -54,7 +54,7 @@ struct StreamConfig {
   static constexpr int SharedBytes(int slices) { return slices * kWarpBytes; }
 };
 
-// Columns 8 t .. 8 t + 7 of a block of 32, for one row.
+// The lane's 8 columns of a block of 32, for one row.
 struct RowValues {
   Words<16> low;
   Words<16> high;
@@ -143,7 +143,7 @@ TM_DEVICE void AddBlock(const ExpandedBlock<F>& weights, const RowFragment& x,
 template <class C>
 struct RowReader {
   const float* rows[C::kRowTiles];  // at the lane's columns of the first block
-  int last_col;                     // first column of the last block in the warp's slice
+  int last_col;                     // of lane 0: the last block in the warp's slice
   RowValues next[C::kRowTiles];
 
   TM_DEVICE void Compute(int col) {
@@ -171,7 +171,9 @@ TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)
         SumBlock(x[n], x_sums[n]);
       }
     }
-    reader->Compute(first_col + (block + 1) * kQuantBlock);
+    const bool is_last = block + 1 == W::kBlocks;
+    reader->Compute(first_col +
+                    (is_last ? UnitCols(C::kFormat) : FirstCol<C::kFormat>(block + 1, 0)));
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) {
       const auto weights = ExpandBlock<C::kFormat>(units[m], block);
@@ -208,10 +210,10 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
     copy(begin + i, i);
   }
   RowReader<C> reader;
-  reader.last_col = end * kCols - kQuantBlock;
+  reader.last_col = (end - 1) * kCols + FirstCol<C::kFormat>(W::kBlocks - 1, 0);
 #pragma unroll
   for (int n = 0; n < C::kRowTiles; ++n) {
-    reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + 8 * (lane & 3);
+    reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + FirstCol<C::kFormat>(0, lane & 3);
   }
   reader.Compute(begin * kCols);
   int stage = 0;

@@ -50,7 +50,7 @@ struct TileConfig {
 // different banks.
 template <class C>
 TM_DEVICE int StageOffset(int row, int chunk) {
-  constexpr int kSwap = C::kRowBytes == 128 ? 4 : 0;
+  constexpr int kSwap = IsFp8(C::kFormat) ? 1 : C::kRowBytes == 128 ? 4 : 0;
   return row * C::kRowBytes + (chunk ^ (row & 1) * kSwap) * 16;
 }
 
@@ -100,7 +100,8 @@ TM_DEVICE void AddTileUnit(const typename WeightFragments<C::kFormat>::Unit (&un
                                                           ExpandBlock<C::kFormat>(units[1], block)};
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
-      const char* from = stage + StageOffset<C>(8 * n + (lane >> 2), 4 * block + (lane & 3));
+      const int chunk = FirstCol<C::kFormat>(block, lane & 3) / 8;
+      const char* from = stage + StageOffset<C>(8 * n + (lane >> 2), chunk);
       const auto words = LoadShared<Words<16>>(from);
       const RowFragment x = {{words.v[0], words.v[1], words.v[2], words.v[3]}};
       float x_sums[4] = {};

@@ -14,7 +14,10 @@
 //   FP16 d (kQ4_1: all d,
 //     then all m) or E8M0
 // A warp thus reads a unit in one coalesced access of 16 bytes per lane, as an operand of the
-// tensor cores. kBF16 and kF32 are row-major; their rows are padded to whole units.
+// tensor cores. kBF16, kF32 and FP8 are row-major; their rows are padded to whole
+// units, so that libraries can read them. A row of FP8 ends with its FP32 scales in reverse order:
+// scale i is 4 (i + 1) bytes before the end. Padding between the codes and the scales makes the row
+// a multiple of kFp8RowAlignment bytes.
 
 #include <cstdint>
 
@@ -29,6 +32,7 @@ inline constexpr int kMaxSlices = 8;
 
 inline constexpr int kTileOutputs = 16;
 inline constexpr int kUnitCodeBytes = 512;
+inline constexpr int kFp8RowAlignment = 32;  // a sector of memory
 
 // Return the format as stored on the GPU, where both forms of MXFP4 are one.
 TM_HD constexpr MatrixFormat StoredFormat(MatrixFormat format) {
@@ -37,7 +41,7 @@ TM_HD constexpr MatrixFormat StoredFormat(MatrixFormat format) {
 
 // Returns whether there are kernels for the format as it is. K-quants and NVFP4 have none.
 TM_HD constexpr bool HasKernels(MatrixFormat format) {
-  return IsFloat(format) || IsQuantized(format) || IsMxfp4(format);
+  return IsFloat(format) || IsQuantized(format) || IsMxfp4(format) || IsFp8(format);
 }
 
 TM_HD constexpr bool HasBlocks(MatrixFormat format) {
@@ -46,7 +50,7 @@ TM_HD constexpr bool HasBlocks(MatrixFormat format) {
 
 TM_HD constexpr int UnitCols(MatrixFormat format) {
   const int bits = InfoOf(format).bits;
-  return bits == 32 ? 4 : bits >= 8 ? 32 : 64;
+  return bits == 32 ? 4 : bits >= 8 && !IsFp8(format) ? 32 : 64;
 }
 
 // Bytes of the scales and minima of one output in a unit.
@@ -57,12 +61,12 @@ TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
              : 0;
 }
 
-// Bytes of a unit, for all outputs of a tile.
+// Bytes of a unit, for all outputs of a tile; for FP8 without scales.
 TM_HD constexpr int UnitBytes(MatrixFormat format) {
   if (HasBlocks(format)) {
     return kUnitCodeBytes + kTileOutputs * UnitScaleBytes(format);
   }
-  return kTileOutputs * UnitCols(format) * (format == MatrixFormat::kF32 ? 4 : 2);
+  return kTileOutputs * UnitCols(format) * InfoOf(format).bits / 8;
 }
 
 TM_HD constexpr int NumUnits(MatrixFormat format, int64_t cols) {
@@ -73,8 +77,16 @@ TM_HD constexpr int64_t NumTiles(int64_t outputs) {
   return (outputs + kTileOutputs - 1) / kTileOutputs;
 }
 
+// Bytes of the scales at the end of a row of FP8, with the padding before them.
+TM_HD constexpr int64_t Fp8ScaleBytes(MatrixFormat format, int64_t cols) {
+  const int64_t bytes = NumFp8Scales(format, cols) * 4;
+  const int64_t end = int64_t{NumUnits(format, cols)} * UnitCols(format) + bytes;
+  return bytes + (-end & (kFp8RowAlignment - 1));
+}
+
 TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
-  return int64_t{NumUnits(format, cols)} * UnitBytes(format);
+  const int64_t scales = IsFp8(format) ? kTileOutputs * Fp8ScaleBytes(format, cols) : 0;
+  return int64_t{NumUnits(format, cols)} * UnitBytes(format) + scales;
 }
 
 // Bytes of a row of a row-major matrix.
@@ -85,6 +97,9 @@ TM_HD constexpr int64_t RowBytes(MatrixFormat format, int64_t cols) {
 static_assert(TileBytes(MatrixFormat::kMxfp4, 2880) == 45 * 544);
 static_assert(TileBytes(MatrixFormat::kQ4_1, 4096) == 64 * 640);
 static_assert(RowBytes(MatrixFormat::kBF16, 100) == 256);
+static_assert(RowBytes(MatrixFormat::kFp8, 4096) == 4096 + 32);
+static_assert(RowBytes(MatrixFormat::kFp8Block, 4096) == 4096 + 32 * 4);
+static_assert(RowBytes(MatrixFormat::kFp8Block, 576) == 576 + 32);
 static_assert(UnitBytes(MatrixFormat::kQ8_0) % 32 == 0);
 
 }  // namespace turbomind::cuda

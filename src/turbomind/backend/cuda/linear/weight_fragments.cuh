@@ -11,7 +11,8 @@
 //   Load       loads a unit from a tile
 //   Copy       starts to copy a unit into kStagedBytes of shared memory (cp.async)
 //   LoadStaged loads a unit from there
-//   Expand     block → pairs[half][p]: columns 8 t + 2 p and the next, of the output g + 8 half
+//   Expand     block → pairs[half][p]: columns c + 2 p and the next, of the output g + 8 half,
+//              where c is FirstCol
 
 #include <cstdint>
 
@@ -60,6 +61,25 @@ TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
   for (int p = 0; p < 4; ++p) {
     out[p] = FmaBFloat2(out[p], k2To126, kSign);
   }
+}
+
+// Convert four E4M3 codes. A shift moves a code's seven low bits to BF16's exponent and mantissa.
+// That is the value times 2^-120, which one product normalizes.
+TM_DEVICE void ExpandE4m3(uint32_t word, uint32_t* out) {
+  constexpr uint32_t kSign = 0x80008000u;
+  constexpr uint32_t k2To120 = 0x7b807b80u;
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    const uint32_t codes = SelectBytes(word, 0, p == 0 ? 0x1404 : 0x3424);  // in the high bytes
+    out[p] = FmaBFloat2(AndOr(codes >> 4, 0x07f007f0u, codes & kSign), k2To120, kSign);
+  }
+}
+
+// Return the first of the 8 columns that lane 4 g + t has of a block, relative to the unit. A lane
+// of FP8 has 16 neighboring columns, so that it reads 16 bytes of a row.
+template <MatrixFormat F>
+TM_DEVICE int FirstCol(int block, int t) {
+  return IsFp8(F) ? 16 * t + 8 * block : kQuantBlock * block + 8 * t;
 }
 
 template <MatrixFormat F>
@@ -186,5 +206,68 @@ struct WeightFragments<MatrixFormat::kBF16> {
   }
   static TM_DEVICE float Scale(const Unit&, int, int) { return 1.f; }
 };
+
+// Rows of codes with scales at their ends.
+template <MatrixFormat F>
+struct Fp8Fragments {
+  static constexpr int kBlocks = 2;
+  static constexpr bool kScaled = true;
+  static constexpr bool kMinimum = false;
+
+  struct Unit {
+    Words<16> rows[2];
+    float scales[2];
+  };
+
+  static TM_DEVICE Unit Load(const char* tile, int unit, int lane, int64_t tile_bytes) {
+    const int64_t row_bytes = tile_bytes / kTileOutputs;
+    const char* at = Codes(tile, unit, lane, row_bytes);
+    const float* scales = ScaleOfRow(tile, unit, lane >> 2, row_bytes);
+    return {{LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at)),
+             LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + 8 * row_bytes))},
+            {LoadGlobal(scales), LoadGlobal(scales + 2 * row_bytes)}};
+  }
+  static constexpr int kStagedCodes = 2 * 32 * 16;
+  static constexpr int kStagedBytes = kStagedCodes + 4 * kTileOutputs;
+  static TM_DEVICE void Copy(const char* tile, int unit, int lane, int64_t tile_bytes,
+                             char* stage) {
+    const int64_t row_bytes = tile_bytes / kTileOutputs;
+    const char* at = Codes(tile, unit, lane, row_bytes);
+    CopyAsync(stage + lane * 16, at, 16);
+    CopyAsync(stage + kStagedCodes / 2 + lane * 16, at + 8 * row_bytes, 16);
+    if (lane < kTileOutputs) {
+      CopyWordAsync(stage + kStagedCodes + lane * 4, ScaleOfRow(tile, unit, lane, row_bytes));
+    }
+  }
+  static TM_DEVICE Unit LoadStaged(const char* stage, int lane) {
+    const char* scales = stage + kStagedCodes + (lane >> 2) * 4;
+    return {{LoadShared<Words<16>>(stage + lane * 16),
+             LoadShared<Words<16>>(stage + kStagedCodes / 2 + lane * 16)},
+            {LoadShared<float>(scales), LoadShared<float>(scales + 4 * 8)}};
+  }
+  static TM_DEVICE void Expand(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ExpandE4m3(unit.rows[half].v[2 * block], pairs[half]);
+      ExpandE4m3(unit.rows[half].v[2 * block + 1], pairs[half] + 2);
+    }
+  }
+  static TM_DEVICE float Scale(const Unit& unit, int, int half) { return unit.scales[half]; }
+
+ private:
+  // The lane's 16 codes of the output lane / 4.
+  static TM_DEVICE const char* Codes(const char* tile, int unit, int lane, int64_t row_bytes) {
+    return tile + (lane >> 2) * row_bytes + unit * UnitCols(F) + (lane & 3) * 16;
+  }
+  static TM_DEVICE const float* ScaleOfRow(const char* tile, int unit, int row, int64_t row_bytes) {
+    const int scale = F == MatrixFormat::kFp8 ? 0 : unit / (kFp8ScaleCols / UnitCols(F));
+    return reinterpret_cast<const float*>(tile + (row + 1) * row_bytes) - 1 - scale;
+  }
+};
+
+template <>
+struct WeightFragments<MatrixFormat::kFp8> : Fp8Fragments<MatrixFormat::kFp8> {};
+template <>
+struct WeightFragments<MatrixFormat::kFp8Block> : Fp8Fragments<MatrixFormat::kFp8Block> {};
 
 }  // namespace turbomind::cuda

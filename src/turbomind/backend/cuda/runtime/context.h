@@ -37,6 +37,7 @@ struct Context {
   GpuProperties gpu;
   bool deterministic = false;  // the sums of a row do not depend on the batch
   Workspace* workspace = nullptr;
+  bool fp8_activations = false;  // of FP8 weights
 };
 
 }  // namespace turbomind::cuda

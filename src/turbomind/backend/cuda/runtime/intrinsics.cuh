@@ -85,6 +85,11 @@ TM_DEVICE void CopyAsync(void* shared, const void* global, int valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
                : "memory");
 }
+// Copy 4 bytes in the same way, through L1.
+TM_DEVICE void CopyWordAsync(void* shared, const void* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
 TM_DEVICE void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait for all committed groups except the newest kNewest.
 template <int kNewest>
