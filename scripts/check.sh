@@ -22,6 +22,8 @@ readonly SKIPPED=77 # a step's status
 readonly COMPUTING_TESTS=(components/kv_cache tests/python/{checkpoint,engine,models}
   -k 'not damaged and not truncated and not memory and not devices and not smollm2')
 export PATH="$VENV/bin:$PATH"
+# The compiler cache then finds what another checkout of this tree has compiled.
+export CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
 # Color codes and the terminal's width must not change what a test sees.
 export NO_COLOR=1 COLUMNS=100
 

