@@ -44,7 +44,7 @@ UNITS = {"q4_0": (576, 64), "q8_0": (576, 32), "mxfp4": (544, 64), "bf16": (1024
 
 @dataclass(frozen=True)
 class Counts:
-    """What the compiler made of a kernel. `shared` is that of a warp."""
+    """The counts of a compiled kernel. `shared` is that of a warp."""
 
     registers: int
     instructions: int  # of a unit

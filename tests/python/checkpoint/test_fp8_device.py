@@ -86,3 +86,20 @@ def test_prompts_are_multiplied_in_8_bits_if_asked_for(name: str, tmp_path: Path
     assert error_of(logits, wanted) < BF16_TOLERANCE
     _, logits = answer(tmp_path, "cuda", cublas_lt=stand_in, dtype="fp8")
     assert BF16_TOLERANCE < error_of(logits, wanted) < FP8_TOLERANCE
+
+
+def test_8_bit_activations_need_the_library() -> None:
+    open_it = (
+        "from lmdeploy import TurbomindEngineConfig as C; from lmdeploy.engine import devices\n"
+    )
+    open_it += "devices.open_device(C(device_type='cuda', gemm_input_dtype='fp8'))"
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "LMDEPLOY_CUDA_LIBRARY": str(library("libturbomind_cuda_shim.so")),
+        "LMDEPLOY_CUBLASLT_LIBRARY": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", open_it], capture_output=True, text=True, env=env, check=False
+    )
+    assert "needs a GPU of SM 90 and cuBLASLt" in done.stderr

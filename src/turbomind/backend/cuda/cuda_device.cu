@@ -117,7 +117,13 @@ class CudaDevice final : public Device {
         uploader_(stream_, pool_),
         matrix_memory_(properties_.matrix_piece_bytes),
         kernels_(options.kernels),
-        linear_(LoadCublasLt(options, &gemm_backend_)) {}
+        linear_(LoadCublasLt(options, &gemm_backend_)) {
+    if (context_.fp8_activations && !linear_.multiplies_fp8(context_)) {
+      throw InvalidArgument("gemm_input_dtype",
+                            "is fp8, which needs a GPU of SM 90 and cuBLASLt. This is SM " +
+                                std::to_string(properties_.sm) + " with " + gemm_backend_);
+    }
+  }
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
 

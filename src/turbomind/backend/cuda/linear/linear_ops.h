@@ -43,6 +43,9 @@ class CudaLinear {
   // The tuner's part. Calls with ctx.deterministic ignore the choices.
   LinearChoices& choices() { return choices_; }
   LinearMachine machine(const Context& ctx) const;
+  bool multiplies_fp8(const Context& ctx) const {
+    return library_ != nullptr && LibraryMultipliesFp8(machine(ctx));
+  }
   size_t library_version() const;  // e.g. 130102; 0 without a library
   // Free the table of an array of experts. REQUIRES: no graph uses it.
   void ForgetExperts(const LinearPart* experts);
