@@ -138,5 +138,118 @@ TEST_CASE("a copy without a wait is detected or gives poison") {
                  "never waited for"));
 }
 
+// A product of a warp group, and what a mistaken kernel leaves out or adds.
+struct GroupKernel {
+  bool fences_shared = true;
+  bool fences_registers = true;
+  bool waits = true;
+  bool syncs = true;
+  bool changes_sums = false;
+  bool overwrites_rows = false;
+  int offset = 0;
+  int num_warps = 4;
+  std::vector<float>* sums_of_first = nullptr;
+
+  // Rows of b: the number of the row in column 0, and 1 in the other columns of the first 16.
+  void FillRows() const {
+    for (int i = ThreadIndexX(); i < 32 * 32; i += 128) {
+      const int row = i / 32;
+      const int column = i % 32 * 2;
+      const uint32_t pair =
+          column >= 16 ? 0 : PackBFloat2(column == 0 ? static_cast<float>(row) : 1.f, 1.f);
+      const int piece = column / 8 ^ row % 8;
+      StoreShared(SharedMemory() + row * 128 + piece * 16 + column % 8 * 2, pair);
+    }
+  }
+  void operator()() const {
+    for (int i = 0; i < 50 && !syncs && ThreadIndexX() / 32 == 2; ++i) {
+      SyncWarp();  // this warp is late
+    }
+    FillRows();
+    if (fences_shared) {
+      FenceSharedForProducts();
+    }
+    if (syncs) {
+      SyncBlock();
+    }
+    if (ThreadIndexX() / 32 >= num_warps) {
+      return;
+    }
+    // Row r of a has r + 1 in column 0 and 1 in columns 8 to 15.
+    const int lane = ThreadIndexX() % 32;
+    const auto row = static_cast<float>(ThreadIndexX() / 32 * 16 + lane / 4 + 1);
+    const bool is_first = lane % 4 == 0;
+    const uint32_t ones = PackBFloat2(1.f, 1.f);
+    const uint32_t a[4] = {is_first ? PackBFloat2(row, 0.f) : 0,
+                           is_first ? PackBFloat2(row + 8, 0.f) : 0, ones, ones};
+    float sums[16] = {};
+    if (fences_registers) {
+      FenceRegisters();
+    }
+    MultiplyGroup<32>(sums, a, SharedMemory() + offset);
+    CommitProducts();
+    if (overwrites_rows) {
+      StoreShared(SharedMemory() + ThreadIndexX() * 4, 0u);
+    }
+    if (changes_sums) {
+      sums[3] = 0.f;
+    }
+    if (waits) {
+      WaitForProducts<0>();
+    }
+    if (ThreadIndexX() == 37 && sums_of_first != nullptr) {
+      sums_of_first->assign(sums, sums + 16);
+    }
+  }
+};
+
+std::string VerdictOfGroup(const GroupKernel& kernel, uint64_t seed = 1) {
+  try {
+    Launch({{}, {128}, 8192, seed}, kernel);
+  } catch (const KernelError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST_CASE("a product of a warp group is that of its rows and of swizzled rows") {
+  for (uint64_t seed = 0; seed < 10; ++seed) {
+    std::vector<float> sums;
+    CHECK(VerdictOfGroup({.sums_of_first = &sums}, seed) == "");
+    REQUIRE(sums.size() == 16);
+    for (int n = 0; n < 4; ++n) {
+      for (int i = 0; i < 4; ++i) {  // lane 5 of warp 1
+        const int row_of_a = 16 + 1 + i / 2 * 8;
+        const int row_of_b = 8 * n + 2 + i % 2;
+        CHECK(sums[static_cast<size_t>(4 * n + i)] ==
+              static_cast<float>((row_of_a + 1) * row_of_b + 8));
+      }
+    }
+  }
+}
+
+TEST_CASE("mistakes with products of warp groups are detected") {
+  CHECK(Contains(VerdictOfGroup({.fences_shared = false}), "without a fence after it"));
+  CHECK(Contains(VerdictOfGroup({.fences_registers = false}), "without a fence of the registers"));
+  CHECK(Contains(VerdictOfGroup({.waits = false}), "products that it never waited for"));
+  CHECK(Contains(VerdictOfGroup({.changes_sums = true}), "sums were changed"));
+  CHECK(Contains(VerdictOfGroup({.offset = 16}), "not aligned"));
+  CHECK(Contains(VerdictOfGroup({.offset = 128}), "not aligned"));
+  CHECK(Contains(VerdictOfGroup({.offset = 5 * 1024}), "outside shared memory"));
+  CHECK(Contains(VerdictOfGroup({.num_warps = 3}), "different products"));
+  int wrong = 0;
+  int unsynced = 0;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    std::vector<float> sums;
+    VerdictOfGroup({.overwrites_rows = true, .sums_of_first = &sums}, seed);
+    wrong += sums.size() != 16 || sums[0] != 18 * 2 + 8;
+    sums.clear();
+    VerdictOfGroup({.syncs = false, .sums_of_first = &sums}, seed);
+    unsynced += sums.size() != 16 || sums[0] != 18 * 2 + 8;
+  }
+  CHECK(wrong > 0);
+  CHECK(unsynced > 0);
+}
+
 }  // namespace
 }  // namespace turbomind::cuda

@@ -38,6 +38,13 @@ void StoreGlobal(T* p, const T& value) {
   shim::CheckAccess(shim::Space::kGlobalWrite, p, sizeof(T), alignof(T));
   *p = value;
 }
+inline int AddGlobal(int* p, int value) {
+  const int before = LoadGlobal(p);
+  StoreGlobal(p, before + value);
+  return before;
+}
+inline void FenceGlobal() {}
+inline void Trap() { shim::Fail("a trap"); }
 inline void AddGlobal(int64_t* p, int64_t value) { StoreGlobal(p, LoadGlobal(p) + value); }
 template <class T>
 T LoadShared(const void* p) {
@@ -50,6 +57,7 @@ template <class T>
 void StoreShared(void* p, const T& value) {
   shim::CheckAccess(shim::Space::kShared, p, sizeof(T), alignof(T));
   std::memcpy(p, &value, sizeof(T));
+  shim::NoteWrite(p, sizeof(T));
 }
 
 inline int AddShared(void* p, int value) {
@@ -98,15 +106,19 @@ inline int WarpIndex() {
   return static_cast<int>(out);
 }
 
-inline float ShuffleTo(float value, int lane) {
-  const uint32_t in[2] = {FloatBits(value), static_cast<uint32_t>(lane)};
+template <class T>
+T ShuffleTo(T value, int lane) {
+  static_assert(sizeof(T) == 4);
+  uint32_t in[2] = {0, static_cast<uint32_t>(lane)};
+  std::memcpy(in, &value, 4);
   uint32_t out;
   shim::MeetWarp({"shfl.idx", in, 2, &out, 1}, [](shim::LaneWords& words) {
     for (auto i = 0; i < shim::kWarp; ++i) {
       words.out[i][0] = words.in[words.in[i][1] % shim::kWarp][0];
     }
   });
-  return BitsFloat(out);
+  std::memcpy(&value, &out, 4);
+  return value;
 }
 
 inline bool AnyInWarp(bool flag) {
@@ -256,6 +268,47 @@ inline void MmaTf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
     }
   });
   std::memcpy(c, out, sizeof(c));
+}
+
+// PTX manual, "Register Fragments for wgmma.mma_async.m64nNk16", with the tile of b in the layout
+// of the 128-byte swizzle.
+inline constexpr bool kHasWarpGroups = true;
+inline void FenceSharedForProducts() { shim::FenceShared(); }
+inline void FenceRegisters() {
+  shim::MeetWarp({"wgmma.fence", nullptr, 0, nullptr, 0}, [](shim::LaneWords&) {});
+  shim::FenceRegisters();
+}
+inline void CommitProducts() {
+  shim::MeetWarp({"wgmma.commit", nullptr, 0, nullptr, 0}, [](shim::LaneWords&) {});
+  shim::CommitProducts();
+}
+template <int kNewest>
+void WaitForProducts() {
+  shim::MeetWarp({"wgmma.wait", nullptr, 0, nullptr, 0}, [](shim::LaneWords&) {});
+  shim::WaitForProducts(kNewest);
+}
+template <int kRows>
+void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], const void* b) {
+  static_assert(kRows == 32 || kRows == 64 || kRows == 128);
+  const auto address = reinterpret_cast<uintptr_t>(b);
+  const uint32_t in[6] = {
+      a[0], a[1], a[2], a[3], static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)};
+  uint32_t out[18];
+  shim::MeetWarp({"wgmma", in, 6, out, 18}, [](shim::LaneWords& words) {
+    for (int lane = 0; lane < shim::kWarp; ++lane) {
+      for (int pair = 0; pair < 8; ++pair) {  // columns 2 pair and the next, of two rows
+        const uint32_t(&from)[shim::kMaxWords] = words.in[lane / 4 * 4 + pair % 4];
+        words.out[lane][pair] = from[pair / 4 * 2];
+        words.out[lane][8 + pair] = from[pair / 4 * 2 + 1];
+      }
+      words.out[lane][16] = words.in[0][4];
+      words.out[lane][17] = words.in[0][5];
+    }
+  });
+  shim::Product product = {
+      sums, {}, reinterpret_cast<const char*>(uintptr_t{out[17]} << 32 | out[16]), kRows};
+  std::memcpy(product.factors, out, sizeof(product.factors));
+  shim::StartProduct(product);
 }
 
 inline uint32_t TransposeMatrix(uint32_t a) {

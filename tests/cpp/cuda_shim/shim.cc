@@ -1,9 +1,12 @@
 #include "cuda_shim/shim.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
+
+#include "turbomind/core/float_convert.h"
 
 // Save the callee-saved registers on the current stack and restore those of the other stack.
 extern "C" void turbomind_shim_switch(void** from, void* to);
@@ -34,6 +37,9 @@ namespace turbomind::cuda_shim {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
+constexpr size_t kSharedAlignment = 1024;
+constexpr int kGroupWarps = 4;
+constexpr int kProductRowBytes = 128;
 constexpr int kPoison = 0xff;  // NaN as FP32, FP16 and a scale
 
 struct Copy {
@@ -41,6 +47,12 @@ struct Copy {
   const char* from;
   size_t bytes;
   size_t valid;
+};
+
+// Sums to which products add: their values, and the number of products that are not waited for.
+struct Sums {
+  std::vector<float> values;
+  int num_products = 0;
 };
 
 struct Thread {
@@ -53,6 +65,20 @@ struct Thread {
   uint32_t out[kMaxWords];  // results of the last warp-wide instruction
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;  // oldest first
+  // Products that are not yet waited for, in their order. The first num_performed have happened.
+  std::vector<Product> new_products;
+  std::deque<std::vector<Product>> product_groups;
+  int num_performed = 0;
+  std::map<float*, Sums> sums;
+  int num_products = 0;  // since the start
+  bool registers_fenced = false;
+  uint32_t shared_fences = 0;
+};
+
+// The last write to a word of shared memory.
+struct Write {
+  int thread = -1;
+  uint32_t fences = 0;  // of the thread before the write
 };
 
 struct Warp {
@@ -74,6 +100,7 @@ struct State {
   std::vector<char> shared;
   char* shared_begin = nullptr;
   size_t shared_bytes = 0;
+  std::vector<Write> writes;  // by the word of shared memory
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<int> runnable;
@@ -99,13 +126,17 @@ std::string Text(const Dim3& d) {
   return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
 }
 
-[[noreturn]] void Fail(const std::string& what) {
+}  // namespace
+
+void Fail(const std::string& what) {
   State& s = TheState();
   Thread& me = Current();
   s.error = what + ", block " + Text(s.block) + ", thread " + Text(me.index);
   turbomind_shim_switch(&me.stack_pointer, s.main_stack);
   std::abort();  // a failed launch is never resumed
 }
+
+namespace {
 
 // Switch from the current thread to another runnable one, or back to the launch if there is none.
 void RunAnother() {
@@ -143,6 +174,9 @@ void EndThread() {
   if (!me.uncommitted.empty() || !me.groups.empty()) {
     Fail("a thread ended with copies that it never waited for");
   }
+  if (!me.sums.empty()) {
+    Fail("a thread ended with products that it never waited for");
+  }
   if (s.alive > 0 && static_cast<int>(s.at_barrier.size()) == s.alive) {
     Wake(s.at_barrier);
   }
@@ -170,6 +204,7 @@ void Prepare(Thread& thread) {
 void StartBlock(const LaunchShape& shape) {
   State& s = TheState();
   std::memset(s.shared_begin, kPoison, s.shared_bytes);
+  s.writes.assign(s.shared_bytes / 4 + 1, Write());
   const size_t count = size_t{shape.block.x} * shape.block.y * shape.block.z;
   s.threads.resize(count);
   s.warps.assign((count + kWarp - 1) / kWarp, Warp());
@@ -186,6 +221,12 @@ void StartBlock(const LaunchShape& shape) {
     thread.done = false;
     thread.uncommitted.clear();
     thread.groups.clear();
+    thread.new_products.clear();
+    thread.product_groups.clear();
+    thread.num_performed = 0;
+    thread.sums.clear();
+    thread.num_products = 0;
+    thread.registers_fenced = false;
     ++s.warps[i / kWarp].alive;
     Prepare(thread);
     s.runnable.push_back(static_cast<int>(i));
@@ -204,6 +245,83 @@ void RunBlock(const LaunchShape& shape) {
     s.error = "block " + Text(s.block) + " hangs: " + std::to_string(s.alive) + " threads wait, " +
               std::to_string(s.at_barrier.size()) + " of them at a barrier";
   }
+  for (const Thread& thread : s.threads) {
+    const Thread& first =
+        s.threads[static_cast<size_t>(thread.warp / kGroupWarps * kGroupWarps) * kWarp];
+    if (s.error.empty() && thread.num_products != first.num_products) {
+      s.error = "block " + Text(s.block) + ": the warps of a group have different products";
+    }
+  }
+}
+
+bool AreUntouched(const float* sums, size_t count) {
+  return std::all_of(sums, sums + count, [](float sum) { return FloatBits(sum) == ~0u; });
+}
+
+float BFloatAt(uint32_t pair, int which) {
+  return BitsFloat(which == 0 ? pair << 16 : pair & 0xffff0000u);
+}
+
+// Return the tile of a product, and the number of the first of its pieces of 16 bytes.
+const char* TileOf(const Product& product, int* piece) {
+  const auto offset = reinterpret_cast<uintptr_t>(product.b) % kProductRowBytes;
+  *piece = static_cast<int>(offset / 16);
+  return product.b - offset;
+}
+
+void CheckRows(const Product& product) {
+  const State& s = TheState();
+  int piece = 0;
+  const char* tile = TileOf(product, &piece);
+  const auto bytes = static_cast<size_t>(product.num_rows) * kProductRowBytes;
+  CheckAccess(Space::kShared, tile, bytes, kSharedAlignment);
+  CheckAccess(Space::kShared, product.b, 32, 32);
+  const auto first = static_cast<size_t>(tile - s.shared_begin) / 4;
+  for (size_t word = first; word < first + bytes / 4; ++word) {
+    const Write& write = s.writes[word];
+    if (write.thread >= 0 &&
+        write.fences == s.threads[static_cast<size_t>(write.thread)].shared_fences) {
+      Fail("a product reads shared memory that was written without a fence after it");
+    }
+  }
+}
+
+// Rows of b are the columns of the sums: lane 4 g + t has the columns 8 n + 2 t and the next one.
+void Perform(Thread& thread, const Product& product) {
+  std::vector<float>& sums = thread.sums[product.sums].values;
+  int first = 0;
+  const char* tile = TileOf(product, &first);
+  for (int row = thread.lane % 4 * 2; row < product.num_rows; row += row % 2 == 0 ? 1 : 7) {
+    uint32_t b[8];
+    for (int half = 0; half < 2; ++half) {
+      const int piece = (first + half) ^ row % 8;
+      std::memcpy(b + 4 * half, tile + row * kProductRowBytes + piece * 16, 16);
+    }
+    for (int half = 0; half < 2; ++half) {
+      float& sum = sums[static_cast<size_t>(row / 8 * 4 + half * 2 + row % 2)];
+      for (int k = 0; k < 16; ++k) {
+        sum += BFloatAt(product.factors[half][k / 2], k % 2) * BFloatAt(b[k / 2], k % 2);
+      }
+    }
+  }
+}
+
+// Perform the thread's first `count` products, unless they have happened.
+void PerformProducts(Thread& thread, int count) {
+  int index = 0;
+  const auto perform = [&](const std::vector<Product>& products) {
+    for (const Product& product : products) {
+      if (index >= thread.num_performed && index < count) {
+        Perform(thread, product);
+      }
+      ++index;
+    }
+  };
+  for (const std::vector<Product>& group : thread.product_groups) {
+    perform(group);
+  }
+  perform(thread.new_products);
+  thread.num_performed = std::max(thread.num_performed, count);
 }
 
 void Perform(const Copy& copy) {
@@ -224,8 +342,9 @@ void Launch(const LaunchShape& shape, const std::function<void()>& kernel) {
   s.kernel = &kernel;
   s.random.seed(shape.seed);
   s.error.clear();
-  s.shared.assign(shape.shared_bytes + 128, 0);
-  s.shared_begin = s.shared.data() + (-reinterpret_cast<uintptr_t>(s.shared.data()) & 127);
+  s.shared.assign(shape.shared_bytes + kSharedAlignment, 0);
+  s.shared_begin =
+      s.shared.data() + (-reinterpret_cast<uintptr_t>(s.shared.data()) & (kSharedAlignment - 1));
   s.shared_bytes = shape.shared_bytes;
   for (unsigned z = 0; z < shape.grid.z; ++z) {
     for (unsigned y = 0; y < shape.grid.y; ++y) {
@@ -314,6 +433,69 @@ void MeetBlock() {
   RunAnother();
 }
 
+void NoteWrite(const void* shared, size_t bytes) {
+  State& s = TheState();
+  const auto first = static_cast<size_t>(static_cast<const char*>(shared) - s.shared_begin);
+  for (size_t word = first / 4; word < (first + bytes + 3) / 4; ++word) {
+    s.writes[word] = {s.current, Current().shared_fences};
+  }
+}
+
+void StartProduct(const Product& product) {
+  Thread& me = Current();
+  if (!me.registers_fenced) {
+    Fail("a product starts without a fence of the registers since the last group");
+  }
+  CheckRows(product);
+  const auto count = static_cast<size_t>(product.num_rows) / 2;
+  Sums& sums = me.sums[product.sums];
+  if (sums.num_products++ == 0) {
+    sums.values.assign(product.sums, product.sums + count);
+  } else if (!AreUntouched(product.sums, count)) {
+    Fail("sums were changed before their products were waited for");
+  }
+  std::memset(product.sums, kPoison, count * sizeof(float));
+  me.new_products.push_back(product);
+  ++me.num_products;
+  if (TheState().random() % 2 == 0) {
+    int pending = static_cast<int>(me.new_products.size());
+    for (const auto& group : me.product_groups) {
+      pending += static_cast<int>(group.size());
+    }
+    PerformProducts(me, pending);
+  }
+}
+
+void CommitProducts() {
+  Thread& me = Current();
+  me.product_groups.push_back(me.new_products);
+  me.new_products.clear();
+  me.registers_fenced = false;
+}
+
+void WaitForProducts(int newest) {
+  Thread& me = Current();
+  while (static_cast<int>(me.product_groups.size()) > newest) {
+    const auto size = static_cast<int>(me.product_groups.front().size());
+    PerformProducts(me, size);
+    for (const Product& product : me.product_groups.front()) {
+      Sums& sums = me.sums[product.sums];
+      if (--sums.num_products == 0) {
+        if (!AreUntouched(product.sums, sums.values.size())) {
+          Fail("sums were changed before their products were waited for");
+        }
+        std::copy(sums.values.begin(), sums.values.end(), product.sums);
+        me.sums.erase(product.sums);
+      }
+    }
+    me.product_groups.pop_front();
+    me.num_performed -= size;
+  }
+}
+
+void FenceShared() { ++Current().shared_fences; }
+void FenceRegisters() { Current().registers_fenced = true; }
+
 void CopyAsync(void* shared, const void* global, int bytes, int valid) {
   if (valid < 0 || valid > bytes) {
     Fail("a copy of " + std::to_string(valid) + " of " + std::to_string(bytes) + " bytes");
@@ -325,6 +507,7 @@ void CopyAsync(void* shared, const void* global, int bytes, int valid) {
     CheckAccess(Space::kGlobalRead, global, copy.valid, copy.bytes);
   }
   std::memset(shared, kPoison, copy.bytes);
+  NoteWrite(shared, copy.bytes);
   if (TheState().random() % 2 == 0) {
     Perform(copy);
   } else {
@@ -343,6 +526,7 @@ void WaitForCopies(int newest) {
   while (static_cast<int>(me.groups.size()) > newest) {
     for (const Copy& copy : me.groups.front()) {
       Perform(copy);
+      NoteWrite(copy.to, copy.bytes);
     }
     me.groups.pop_front();
   }

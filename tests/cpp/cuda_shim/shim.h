@@ -6,8 +6,10 @@
 // It detects accesses outside the memory given to the kernel, misaligned vector accesses, and
 // shared memory that is read before it was written or before its copy was waited for. It also
 // detects a copy into a stage that other threads still read, warps whose lanes do not meet, and
-// barriers that some threads never reach. It cannot detect missing memory fences, races inside one
-// word, the rounding of the tensor cores, or speed.
+// barriers that some threads never reach. Of the products of warp groups it detects sums that are
+// used before they were waited for, missing fences, and warps of a group that differ in their
+// products. It cannot detect missing fences of global memory, races inside one word, the rounding
+// of the tensor cores, or speed.
 //
 // A kernel runs as it is compiled for a GPU; only backend/cuda/runtime/intrinsics.cuh is replaced.
 // x86-64 only; one launch at a time.
@@ -60,12 +62,15 @@ void Launch(const LaunchShape& shape, const std::function<void()>& kernel);
 // Building blocks of the stand-ins for intrinsics, called from inside a kernel.
 
 inline constexpr int kWarp = 32;
-inline constexpr int kMaxWords = 12;
+inline constexpr int kMaxWords = 18;
 
 struct LaneWords {
   uint32_t in[kWarp][kMaxWords];
   uint32_t out[kWarp][kMaxWords];
 };
+
+// End the launch with a mistake of the current thread.
+[[noreturn]] void Fail(const std::string& what);
 
 Dim3 ThreadIndex();
 Dim3 BlockIndex();
@@ -88,10 +93,28 @@ struct Meeting {
 void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&));
 void MeetBlock();
 
+// Note a write to shared memory, which products do not see before the thread's FenceShared.
+void NoteWrite(const void* shared, size_t bytes);
+
 // cp.async: copy the first `valid` of 4 or 16 bytes and set the rest to zero. The copy happens at
 // some time before the wait.
 void CopyAsync(void* shared, const void* global, int bytes, int valid);
 void CommitCopies();
 void WaitForCopies(int newest);
+
+// wgmma: a lane's part of a product. `factors` are the lane's two rows of a, 16 columns of BF16
+// each. `b` points at 16 columns of rows of 128 swizzled bytes in shared memory. The product
+// happens at some time before the wait; until then `sums` must not be used.
+struct Product {
+  float* sums;
+  uint32_t factors[2][8];
+  const char* b;
+  int num_rows;
+};
+void StartProduct(const Product& product);
+void CommitProducts();
+void WaitForProducts(int newest);
+void FenceShared();     // fence.proxy.async
+void FenceRegisters();  // wgmma.fence
 
 }  // namespace turbomind::cuda_shim

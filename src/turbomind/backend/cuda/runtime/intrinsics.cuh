@@ -1,9 +1,9 @@
 #pragma once
 
 // Everything a kernel needs from the GPU beyond C++: instructions, memory spaces and thread
-// indices. This is the only file with inline assembly. When kernels are compiled for the host, the
-// tests' stand-ins (tests/cpp/cuda_shim) replace it: they run kernels thread by thread and check
-// every access.
+// indices. Only this file and warp_group.cuh have inline assembly. When kernels are compiled for
+// the host, the tests' stand-ins (tests/cpp/cuda_shim) replace it: they run kernels thread by
+// thread and check every access.
 //
 // A register with two FP16 (or BF16) values is a uint32_t with the first value in the low half.
 
@@ -29,7 +29,7 @@ TM_DEVICE int WarpIndex() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x
 TM_DEVICE int BlockIndexX() { return static_cast<int>(blockIdx.x); }
 TM_DEVICE int BlockIndexY() { return static_cast<int>(blockIdx.y); }
 TM_DEVICE char* SharedMemory() {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   return memory;
 }
 
@@ -62,6 +62,12 @@ template <class T>
 TM_DEVICE void StoreGlobal(T* p, const T& value) {
   *p = value;
 }
+// Add to global memory and return the previous value.
+TM_DEVICE int AddGlobal(int* p, int value) { return atomicAdd(p, value); }
+// Order the thread's accesses to global memory before those that follow.
+TM_DEVICE void FenceGlobal() { __threadfence(); }
+// End the kernel with an error.
+TM_DEVICE void Trap() { __trap(); }
 TM_DEVICE void AddGlobal(int64_t* p, int64_t value) {
   static_assert(sizeof(unsigned long long) == sizeof(int64_t));
   atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
@@ -101,7 +107,10 @@ TM_DEVICE void SyncWarp() { __syncwarp(); }
 TM_DEVICE void SyncBlock() { __syncthreads(); }
 TM_DEVICE float ShuffleXor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 // Return the value of lane `lane`.
-TM_DEVICE float ShuffleTo(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+template <class T>
+TM_DEVICE T ShuffleTo(T value, int lane) {
+  return __shfl_sync(~0u, value, lane);
+}
 TM_DEVICE bool AnyInWarp(bool flag) { return __any_sync(~0u, flag); }
 // Bit i of the result is the flag of lane i.
 TM_DEVICE uint32_t BallotInWarp(bool flag) { return __ballot_sync(~0u, flag); }
@@ -318,5 +327,7 @@ TM_DEVICE float InverseApprox(float x) {
 }
 
 }  // namespace turbomind::cuda
+
+#include "turbomind/backend/cuda/runtime/warp_group.cuh"
 
 #endif
