@@ -270,6 +270,7 @@ class TuningResult:
     choices: Final[list[TunedChoice]]
     num_measured: Final[int]
     num_left: Final[int]  # not measured for lack of time or memory
+    wrong: Final[list[str]]  # "KERNEL for QUESTION": its results differ from the table's kernel
 
 class Device:
     name: Final[str]

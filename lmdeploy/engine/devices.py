@@ -147,6 +147,8 @@ def tuner_line(result: TuningResult, path: Path | None, *, seconds: float) -> st
     if other:
         best = max(other, key=_gain)
         line += f", at most {_gain(best):.2f} times as fast ({best.question}: {best.kernel})"
+    if result.wrong:
+        line += f"; {len(result.wrong)} left out for wrong results ({result.wrong[0]})"
     return line + (f"; {result.num_left} not measured" if result.num_left else "")
 
 

@@ -72,7 +72,8 @@ void DefTuning(py::module_& m) {
       .def_readonly("machine", &TuningResult::machine)
       .def_readonly("choices", &TuningResult::choices)
       .def_readonly("num_measured", &TuningResult::num_measured)
-      .def_readonly("num_left", &TuningResult::num_left);
+      .def_readonly("num_left", &TuningResult::num_left)
+      .def_readonly("wrong", &TuningResult::wrong);
 }
 
 }  // namespace

@@ -132,6 +132,40 @@ TEST_CASE("the tuner's choice of the library is used for the rows of its bucket"
   CHECK(SameBits(Multiply(gpu, model, 3), Multiply(own, same, 3)));
 }
 
+TEST_CASE("a kernel with wrong results is not used, however fast it is") {
+  std::unique_ptr<CublasLt> library = Library();
+  if (library == nullptr || PropertiesOf(0).workspace_step_bytes > 0) {
+    return;  // only the stand-in for the library has wrong results
+  }
+  Gpu gpu(std::move(library));
+  Gpu own;
+  const Model model(gpu, MatrixFormat::kBF16, {63}, 96);
+  const Model same(own, MatrixFormat::kBF16, {63}, 96);
+  const Tuned tuned(gpu, ParamsOf(model, 2), LinearKernel::kLibrary);
+  CHECK(tuned.result.wrong == std::vector<std::string>{"library for bf16 63 x 96, 1 row",
+                                                       "library for bf16 63 x 96, 2 rows"});
+  CHECK(tuned.timed.at("bf16 63 x 96, 1 row") == std::set<std::string>{"stream1", "stream2"});
+  CHECK(SameBits(Multiply(gpu, model, 1), Multiply(own, same, 1)));
+}
+
+TEST_CASE("products of warp groups are tuned where the GPU has them") {
+  Gpu gpu;
+  gpu.ctx.has_warp_groups = ProbeWarpGroups(gpu.stream);
+  if (!gpu.ctx.has_warp_groups) {
+    return;
+  }
+  Gpu own;
+  const Model model(gpu, MatrixFormat::kQ4_0, {37}, 96);
+  const Model same(own, MatrixFormat::kQ4_0, {37}, 96);
+  const Tuned tuned(gpu, ParamsOf(model, 32), LinearKernel::kWide);
+  CHECK(tuned.result.wrong.empty());
+  CHECK(tuned.timed.at("q4_0 37 x 96, 32 rows").contains("wide"));
+  const std::vector<float> got = Multiply(gpu, model, 32);
+  const std::vector<float> want = Multiply(own, same, 32);
+  CHECK_FALSE(SameBits(got, want));
+  CHECK(RelativeError(got, want) < kBoundOfLibrary);
+}
+
 TEST_CASE("the choices between own kernels keep the bits and change the launches") {
   Gpu gpu;
   const bool counts_launches = gpu.ctx.gpu.name == "shim";

@@ -164,7 +164,7 @@ TM_EXPORT int cublasLtMatmul(void*, void* desc, const float* alpha, const void* 
       for (uint64_t k = 0; k < a_layout->rows; ++k) {
         sum += w.At(m, k) * x.At(n, k);
       }
-      sum *= *alpha;
+      sum *= d_layout->rows == 63 ? 2. * *alpha : *alpha;  // wrong, for tests of the tuner
       if (*beta != 0.f) {
         sum += *beta * c[n * static_cast<uint64_t>(c_layout->ld) + m];
       }

@@ -37,6 +37,7 @@ class FakeDevice:
         self.machine = machine
         self.measured: list[str] = []
         self.left: list[str] = []
+        self.wrong: list[str] = []
         self.max_rows = 0
 
     def tune(
@@ -54,7 +55,11 @@ class FakeDevice:
         self.max_rows = max_rows
         left = len(self.left) if models else 0
         return SimpleNamespace(
-            machine=self.machine, choices=choices, num_measured=measured, num_left=left
+            machine=self.machine,
+            choices=choices,
+            num_measured=measured,
+            num_left=left,
+            wrong=self.wrong,
         )
 
 
@@ -92,6 +97,12 @@ def test_tune_device_measures_what_the_file_lacks(path: Path) -> None:
     )
     stored = tuner_file.read_choices(path, MACHINE)
     assert [x.question for x in stored] == ["of another model", "b", "c"]
+
+
+def test_tune_device_names_a_kernel_with_wrong_results(path: Path) -> None:
+    device = FakeDevice()
+    device.wrong = ["wide for a", "wide for b"]
+    assert tune(device).endswith("; 2 left out for wrong results (wide for a)")
 
 
 def test_tune_device_keeps_what_another_process_stored(

@@ -22,6 +22,23 @@ constexpr int64_t kRotatedBytes = int64_t{128} << 20;
 constexpr int64_t kMinCalls = 3;
 constexpr int64_t kMaxCalls = 12;
 
+// Results of a kernel are compared in this many of the first rows and of the last ones. Roundings
+// of x and of weights to BF16 change them by 4e-3 of their norm, and 8-bit activations by 3e-2.
+constexpr int64_t kComparedRows = 4;
+constexpr double kMaxDifference = 0.1;
+
+// Return whether results differ from others by at most kMaxDifference of their norm.
+bool AreClose(const std::vector<float>& got, const std::vector<float>& want) {
+  double difference = 0;
+  double norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double distance = double{got[i]} - want[i];
+    difference += distance * distance;
+    norm += double{want[i]} * want[i];
+  }
+  return difference <= kMaxDifference * kMaxDifference * norm;  // false for NaN
+}
+
 // The layers with one stack.
 struct Layers {
   std::vector<std::span<const LinearPart>> parts;
@@ -83,8 +100,7 @@ std::vector<Question> FindQuestions(const LayersOfStack& layers, const LinearMac
   return questions;
 }
 
-// Runs the kernels of one question after another. Results are not read. Call EndQuestion after the
-// last one.
+// Runs the kernels of one question after another. Call EndQuestion after the last one.
 class Runner {
  public:
   Runner(const Context& ctx, CudaLinear& linear, const LinearClock& clock)
@@ -119,6 +135,9 @@ class Runner {
                                   [&] { LaunchGraph(graph->second.get(), ctx_.stream); });
     return us / num_calls();
   }
+
+  // Kernels that Time left out because of their results: TuningResult::wrong.
+  const std::vector<std::string>& wrong() const { return wrong_; }
 
   // Free the graphs of the last question, and give it the table's kernel again.
   void EndQuestion() {
@@ -156,14 +175,11 @@ class Runner {
       for (size_t layer = 0; layer < num_layers(); ++layer) {
         Call(layer);
       }
-      for (const LinearKernel kernel : question_->kernels) {
-        Choose(kernel);
-        Call(0);
-      }
+      FindRightKernels();
     } catch (const OutOfMemory&) {
       return false;
     }
-    for (const LinearKernel kernel : question_->kernels) {
+    for (const LinearKernel kernel : right_) {
       Choose(kernel);
       BeginCapture(ctx_.stream);
       for (int i = 0; i < num_calls(); ++i) {
@@ -172,6 +188,40 @@ class Runner {
       graphs_.emplace(kernel, OwnGraph(EndCapture(ctx_.stream), DestroyGraph));
     }
     return true;
+  }
+
+  // Keep the table's kernel and those with close results. A kernel may be in use on a kind of GPU
+  // that has never run it, so each GPU checks it.
+  void FindRightKernels() {
+    right_.clear();
+    std::vector<float> want;
+    for (const LinearKernel kernel : question_->kernels) {
+      Choose(kernel);
+      Call(0);
+      const std::vector<float> got = ReadY();
+      if (right_.empty()) {
+        want = got;
+      } else if (!AreClose(got, want)) {
+        wrong_.push_back(NameOf(kernel) + (" for " + question_->name()));
+        continue;
+      }
+      right_.push_back(kernel);
+    }
+  }
+
+  // Return the first and the last rows of y.
+  std::vector<float> ReadY() {
+    const int64_t outputs = stack().total_outputs();
+    const int64_t num_rows = question_->num_rows();
+    const int64_t count = std::min(num_rows, kComparedRows);
+    std::vector<float> rows(static_cast<size_t>(2 * count * outputs));
+    const auto num_bytes = static_cast<size_t>(count * outputs) * sizeof(float);
+    const auto* y = static_cast<const float*>(y_.Get(0));
+    CopyBytes(rows.data(), y, num_bytes, ctx_.stream);
+    CopyBytes(rows.data() + count * outputs, y + (num_rows - count) * outputs, num_bytes,
+              ctx_.stream);
+    Synchronize(ctx_.stream);
+    return rows;
   }
 
   void Choose(LinearKernel kernel) { linear_.choices().Set(stack(), question_->bucket, kernel); }
@@ -244,6 +294,8 @@ class Runner {
   CudaLinear& linear_;
   const LinearClock& clock_;
   const Question* question_ = nullptr;
+  std::vector<LinearKernel> right_;  // of the question, the table's first
+  std::vector<std::string> wrong_;
   std::map<LinearKernel, OwnGraph> graphs_;
   int64_t num_x_ = 0;  // values of x_ that are filled
 };
@@ -315,6 +367,7 @@ TuningResult TuneLinear(const Context& ctx, CudaLinear& linear, const TuningPara
     Runner runner(ctx, linear, clock);
     answers = Measure(questions, runner, clock, params.max_seconds);
     runner.EndQuestion();
+    result.wrong = runner.wrong();
   }
   for (size_t i = 0; i < questions.size(); ++i) {
     const Question& question = questions[i];
