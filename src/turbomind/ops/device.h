@@ -88,6 +88,11 @@ class Device : public DeviceMemory {
   virtual void Linear(const LinearParams& params) = 0;
   virtual void GatedActivation(const GatedActivationParams& params) = 0;
   virtual void GroupedLinear(const GroupedLinearParams& params) = 0;
+  // A device may compute both at once.
+  virtual void GroupedGate(const GroupedGateParams& params) {
+    GroupedLinear(params.linear);
+    GatedActivation(params.activation);
+  }
   virtual void RouteExperts(const RouteExpertsParams& params) = 0;
   virtual void GroupRows(const GroupRowsParams& params) = 0;
   virtual void CombineExperts(const CombineExpertsParams& params) = 0;

@@ -94,14 +94,15 @@ void Project(Device& device, const MatrixView& matrix, const float* x, float* y,
                  .accumulate = accumulate});
 }
 
-void Activate(Device& device, const MoeParams& p, const GatedActivationParams& rows) {
+// Complete the parameters of an activation of scratch.gate_up.
+GatedActivationParams ActivationOf(const MoeParams& p, const GatedActivationParams& rows) {
   GatedActivationParams params = rows;
   params.gate_up = p.scratch.gate_up;
   params.out = p.scratch.activated;
   params.activation = p.layer->activation;
   params.limit = p.layer->swiglu_limit;
   params.gated = p.layer->gated();
-  device.GatedActivation(params);
+  return params;
 }
 
 void Route(Device& device, const MoeParams& p) {
@@ -138,49 +139,60 @@ struct GroupedPart {
   int64_t y_stride = 0;
 };
 
-void ProjectGroups(Device& device, const MoeParams& p, const GroupedPart& part) {
-  device.GroupedLinear({.x = part.x,
-                        .x_stride = part.matrices->front().weight->cols,
-                        .x_rows = part.x_rows,
-                        .y = part.y,
-                        .y_stride = part.y_stride,
-                        .experts = part.matrices->data(),
-                        .num_experts = p.layer->num_experts,
-                        .offsets = p.scratch.offsets,
-                        .num_rows = p.num_tokens * p.layer->top_k});
+GroupedLinearParams GroupedOf(const MoeParams& p, const GroupedPart& part) {
+  return {.x = part.x,
+          .x_stride = part.matrices->front().weight->cols,
+          .x_rows = part.x_rows,
+          .y = part.y,
+          .y_stride = part.y_stride,
+          .experts = part.matrices->data(),
+          .num_experts = p.layer->num_experts,
+          .offsets = p.scratch.offsets,
+          .num_rows = p.num_tokens * p.layer->top_k};
+}
+
+// Compute the activations of the routed experts from `x`.
+void ActivateExperts(Device& device, const MoeParams& p, const float* x) {
+  const MoeLayer& layer = *p.layer;
+  const MoeScratch& scratch = p.scratch;
+  const int64_t inner = layer.intermediate_size;
+  GroupedPart part = {.x = x,
+                      .x_rows = scratch.x_rows,
+                      .y = scratch.gate_up,
+                      .y_stride = layer.num_inputs() * inner};
+  // A weight of the input is one of gate and up, which have no bias.
+  const GatedActivationParams activation =
+      ActivationOf(p, {.num_rows = p.num_tokens * layer.top_k,
+                       .dim = layer.intermediate_size,
+                       .interleaved = layer.interleaved(),
+                       .row_scales = layer.weigh_inputs ? scratch.slot_weights : nullptr});
+  if (layer.interleaved()) {
+    part.matrices = &layer.gate_up;
+    device.GroupedGate({GroupedOf(p, part), activation});
+    return;
+  }
+  if (layer.gated()) {
+    part.matrices = &layer.gate;
+    device.GroupedLinear(GroupedOf(p, part));
+    part.y += inner;
+  }
+  part.matrices = &layer.up;
+  device.GroupedLinear(GroupedOf(p, part));
+  device.GatedActivation(activation);
 }
 
 void RunExperts(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   const MoeScratch& scratch = p.scratch;
-  const int64_t inner = layer.intermediate_size;
   const bool is_latent = layer.latent_size > 0;
   if (is_latent) {
     Project(device, layer.latent_down, p.x, scratch.latent, p.num_tokens);
   }
-  GroupedPart part = {
-      .x = is_latent ? scratch.latent : p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
-  part.y_stride = layer.num_inputs() * inner;
-  if (layer.gated()) {
-    part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;
-    ProjectGroups(device, p, part);
-    part.y += inner;
-  }
-  if (!layer.interleaved()) {
-    part.matrices = &layer.up;
-    ProjectGroups(device, p, part);
-  }
-  // A weight of the input is one of gate and up, which have no bias.
-  Activate(device, p,
-           {.num_rows = p.num_tokens * layer.top_k,
-            .dim = layer.intermediate_size,
-            .interleaved = layer.interleaved(),
-            .row_scales = layer.weigh_inputs ? scratch.slot_weights : nullptr});
-  ProjectGroups(device, p,
-                {.matrices = &layer.down,
-                 .x = scratch.activated,
-                 .y = scratch.output,
-                 .y_stride = layer.expert_size()});
+  ActivateExperts(device, p, is_latent ? scratch.latent : p.x);
+  device.GroupedLinear(GroupedOf(p, {.matrices = &layer.down,
+                                     .x = scratch.activated,
+                                     .y = scratch.output,
+                                     .y_stride = layer.expert_size()}));
   device.CombineExperts({.y = scratch.output,
                          .slots = scratch.slots,
                          .weights = layer.weigh_inputs ? nullptr : scratch.weights,
@@ -212,7 +224,7 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
                  .y = scratch.gate_up,
                  .y_stride = num_parts * int64_t{inner},
                  .num_rows = p.num_tokens});
-  Activate(device, p, {.num_rows = p.num_tokens, .dim = inner});
+  device.GatedActivation(ActivationOf(p, {.num_rows = p.num_tokens, .dim = inner}));
   Project(device, layer.shared_down, scratch.activated, scratch.output, p.num_tokens);
   device.CombineExperts({.y = scratch.output,
                          .weights = weighted ? scratch.weights : nullptr,

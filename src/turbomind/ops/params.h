@@ -333,6 +333,14 @@ struct GroupedLinearParams {
   int num_rows = 0;
 };
 
+// Computes out = activation(x · wᵀ + bias) per expert, where the outputs of w are gate0, up0,
+// gate1, up1, …. `linear` is as in GroupedLinear; its y is scratch memory, whose contents are
+// undefined afterwards. `activation` has gate_up = linear.y, its rows, and `interleaved`.
+struct GroupedGateParams {
+  GroupedLinearParams linear;
+  GatedActivationParams activation;
+};
+
 // Computes a score for each expert: the softmax over all experts, or each logit's sigmoid. Selects
 // the top_k experts with the highest score + bias. Their weights are the scores without the bias.
 // With groups it selects only from the top_groups groups of adjacent experts in which the two

@@ -123,6 +123,13 @@ TEST_CASE("the candidates begin with the table's kernel and leave out what canno
   CHECK(CandidatesOf(q4, 7, kH100) == Kernels{kTile, kLibrary});
   CHECK(CandidatesOf(q4, 7, kOwn) == Kernels{kTile});
   CHECK(CandidatesOf(Experts(32, 5760, 2880), 8, kH100) == Kernels{kStream2, kTile});
+  LinearMachine with_groups = kH100;
+  with_groups.has_warp_groups = true;
+  CHECK(CandidatesOf(q4, 3, with_groups) == CandidatesOf(q4, 3, kH100));
+  CHECK(CandidatesOf(q4, 5, with_groups) == Kernels{kTile, kStream2, kWide});
+  CHECK(CandidatesOf(q4, 7, with_groups) == Kernels{kTile, kWide, kLibrary});
+  CHECK(CandidatesOf(Experts(32, 5760, 2880), 3, with_groups) ==
+        Kernels{kStream2, kStream1, kWide});
   for (const LinearStack& stack : {bf16, q4, Experts(4, 64, 64), Experts(128, 64, 64)}) {
     for (int bucket = 0; bucket < NumRowBuckets(stack); ++bucket) {
       const Kernels kernels = CandidatesOf(stack, bucket, kH100);

@@ -108,7 +108,7 @@ class CudaDevice final : public Device {
         properties_(Resolve(gpu)),
         workspace_(stream_, properties_.workspace_step_bytes),
         context_{stream_, properties_, options.deterministic, &workspace_,
-                 options.fp8_activations && !options.deterministic},
+                 options.fp8_activations && !options.deterministic, ProbeWarpGroups(stream_)},
         arrays_(stream_),
         graphs_(stream_),
         planner_(context_),
@@ -218,6 +218,11 @@ class CudaDevice final : public Device {
   }
   void GroupedLinear(const GroupedLinearParams& params) override {
     linear_.GroupedLinear(context_, params);
+  }
+  void GroupedGate(const GroupedGateParams& params) override {
+    if (!linear_.GroupedGate(context_, params)) {
+      Device::GroupedGate(params);
+    }
   }
   void RouteExperts(const RouteExpertsParams& params) override {
     CudaRouteExperts(context_, params);

@@ -35,19 +35,16 @@ constexpr int kMinFp8Rows = 64;
 
 // The candidates. Up to kMaxStreamCandidateRows rows per matrix, StreamKernel reads the weights
 // twice at most, the second time from the L2 cache. TileKernel computes tiles of 32 rows, and one
-// of fewer than kMinTileRows rows would compute more than four times as much as needed. Expanding
-// costs as many bytes as reading the weights for kMinExpandedCandidateRows rows or more.
+// of fewer than kMinTileRows rows would compute more than four times as much as needed. WideKernel
+// does the same, but ends with all of its blocks at the same time, which counts for experts.
+// Expanding costs as many bytes as reading the weights for kMinExpandedCandidateRows rows or more.
 constexpr int kMaxStreamCandidateRows = 32;
 constexpr int kMinTileRows = 8;
+constexpr int kMinWideRows = 16;
 constexpr int kMinExpandedCandidateRows = 128;
 
 constexpr int kPlainBuckets = 11;
 static_assert(kRowBuckets[kPlainBuckets - 1] == 1024);
-
-// Return the number of rows of x per matrix; for experts, the average.
-int64_t RowsOfMatrix(const LinearStack& stack, int64_t num_rows) {
-  return stack.num_experts > 0 ? CeilDiv(num_rows, int64_t{stack.num_experts}) : num_rows;
-}
 
 bool LibraryIsFaster(const LinearStack& stack, int64_t num_rows, const LinearMachine& machine) {
   if (stack.stored == MatrixFormat::kBF16) {
@@ -90,6 +87,8 @@ const char* NameOf(LinearKernel kernel) {
       return "stream2";
     case LinearKernel::kTile:
       return "tile";
+    case LinearKernel::kWide:
+      return "wide";
     case LinearKernel::kLibrary:
       return "library";
   }
@@ -142,12 +141,16 @@ LinearStack StackOfExperts(std::span<const LinearPart> experts) {
   return stack;
 }
 
+int64_t RowsOfMatrix(int64_t num_rows, int num_experts) {
+  return num_experts > 0 ? CeilDiv(num_rows, int64_t{num_experts}) : num_rows;
+}
+
 LinearKernel TableKernel(const LinearStack& stack, int64_t num_rows, const LinearMachine& machine) {
   if (machine.has_library && stack.num_experts == 0 && LibraryIsFaster(stack, num_rows, machine)) {
     return LinearKernel::kLibrary;
   }
-  return RowsOfMatrix(stack, num_rows) <= kMaxStreamRows ? StreamOf(stack, num_rows)
-                                                         : LinearKernel::kTile;
+  return RowsOfMatrix(num_rows, stack.num_experts) <= kMaxStreamRows ? StreamOf(stack, num_rows)
+                                                                     : LinearKernel::kTile;
 }
 
 int NumRowBuckets(const LinearStack& stack) {
@@ -166,7 +169,7 @@ int RowBucketOf(const LinearStack& stack, int64_t num_rows) {
 std::vector<LinearKernel> CandidatesOf(const LinearStack& stack, int bucket,
                                        const LinearMachine& machine) {
   const int num_rows = kRowBuckets[static_cast<size_t>(bucket)];
-  const int64_t rows_of_matrix = RowsOfMatrix(stack, num_rows);
+  const int64_t rows_of_matrix = RowsOfMatrix(num_rows, stack.num_experts);
   std::vector<LinearKernel> kernels = {TableKernel(stack, num_rows, machine)};
   const auto add = [&](LinearKernel kernel, bool may_win) {
     if (may_win && kernel != kernels[0]) {
@@ -176,6 +179,8 @@ std::vector<LinearKernel> CandidatesOf(const LinearStack& stack, int bucket,
   add(LinearKernel::kStream1, num_rows <= 8);
   add(LinearKernel::kStream2, rows_of_matrix <= kMaxStreamCandidateRows);
   add(LinearKernel::kTile, rows_of_matrix >= kMinTileRows);
+  add(LinearKernel::kWide,
+      machine.has_warp_groups && (stack.num_experts > 0 || num_rows >= kMinWideRows));
   add(LinearKernel::kLibrary,
       machine.has_library && stack.num_experts == 0 &&
           (stack.stored == MatrixFormat::kBF16 || num_rows >= kMinExpandedCandidateRows));

@@ -16,11 +16,12 @@
 
 namespace turbomind::cuda {
 
-// All but kLibrary return the same bits.
+// All but kWide and kLibrary return the same bits.
 enum class LinearKernel : uint8_t {
   kStream1,  // StreamKernel with one tile of outputs per block; for up to 8 rows
   kStream2,  // the same with two tiles
   kTile,     // TileKernel
+  kWide,     // WideKernel: products of warp groups, after rounding weights with scales to BF16
   kLibrary   // cuBLASLt, after expanding weights with scales or with 8-bit activations
 };
 const char* NameOf(LinearKernel kernel);
@@ -42,11 +43,14 @@ struct LinearStack {
 size_t CountStacked(std::span<const LinearPart> parts);
 LinearStack StackOf(std::span<const LinearPart> parts);
 LinearStack StackOfExperts(std::span<const LinearPart> experts);
+// Return the number of rows of x per matrix; for experts, the average.
+int64_t RowsOfMatrix(int64_t num_rows, int num_experts);
 
 // What else the table depends on.
 struct LinearMachine {
-  int sm = 0;                // compute capability, e.g. 90
-  bool has_library = false;  // false if calls must be deterministic
+  int sm = 0;                    // compute capability, e.g. 90
+  bool has_library = false;      // false if calls must be deterministic
+  bool has_warp_groups = false;  // likewise
   bool fp8_activations = false;
 };
 

@@ -35,18 +35,8 @@ __global__ void __launch_bounds__(32 * kExpandWarps) ExpandKernel(ExpandParams p
     W::Expand(words, block, pairs);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float scale = W::Scale(words, block, half);
-      float minimum = 0.f;
-      if constexpr (W::kMinimum) {
-        minimum = W::Minimum(words, block, half);
-      }
-      Words<16> out;
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        const uint32_t pair = pairs[half][p];
-        out.v[p] = PackBFloat2(fmaf(scale, BitsFloat(pair << 16), minimum),
-                               fmaf(scale, BitsFloat(pair & 0xffff0000u), minimum));
-      }
+      ScalePairs<F>(words, block, half, pairs[half]);
+      const Words<16> out = {{pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]}};
       const int64_t row = BlockIndexY() * kTileOutputs + (lane >> 2) + 8 * half;
       const int col = unit * UnitCols(F) + FirstCol<F>(block, lane & 3);
       StoreGlobal(reinterpret_cast<Words<16>*>(params.out + row * params.cols + col), out);

@@ -23,16 +23,6 @@ const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
 }
 
-// Assign each segment its blocks of `outputs` outputs, and return the number of blocks.
-int64_t CutOutputs(LinearKernelParams* params, int outputs) {
-  int64_t blocks = 0;
-  for (int i = 0; i < params->num_segments; ++i) {
-    params->segments[i].first_block = static_cast<int32_t>(blocks);
-    blocks += CeilDiv(params->segments[i].outputs, outputs);
-  }
-  return blocks;
-}
-
 template <class C>
 void RunStreamKernel(const Context& ctx, StreamParams params) {
   LinearKernelParams& linear = params.linear;
@@ -43,11 +33,6 @@ void RunStreamKernel(const Context& ctx, StreamParams params) {
                              .threads = 32 * params.slices,
                              .shared_bytes = static_cast<size_t>(C::SharedBytes(params.slices))};
   Launch(StreamKernel<C>, shape, ctx.stream, params);
-}
-
-// Return the number of rows of x per matrix; for experts, the average.
-int64_t RowsOfMatrix(const LinearKernelParams& params) {
-  return params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
 }
 
 // REQUIRES: `kernel` is one of the two forms of StreamKernel.
@@ -62,16 +47,6 @@ void RunStream(const Context& ctx, const StreamParams& params, LinearKernel kern
   }
 }
 
-// Copy the rows of x in the order of y's rows.
-void CopyRows(const Context& ctx, const LinearKernelParams& from, int out_cols, bool bfloat,
-              void* out) {
-  const CopyRowsParams params = {from.x, from.x_stride, from.x_rows, from.cols, out, out_cols};
-  const LaunchShape shape = {.grid_x = from.num_rows,
-                             .grid_y = CeilDiv(out_cols, kCopyThreads * kCopyCols),
-                             .threads = kCopyThreads};
-  Launch(bfloat ? CopyRowsKernel<true> : CopyRowsKernel<false>, shape, ctx.stream, params);
-}
-
 // If the kernels cannot read the rows of x as they are, use an aligned copy in the order of y's
 // rows.
 void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params) {
@@ -83,7 +58,7 @@ void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params)
   }
   auto* copy = static_cast<float*>(
       ctx.workspace->Get(static_cast<size_t>(int64_t{params->num_rows} * padded) * sizeof(float)));
-  CopyRows(ctx, *params, padded, false, copy);
+  CopyRows<RowOrder::kFloat>(ctx, *params, padded, copy);
   params->x = copy;
   params->x_stride = padded;
   params->cols = padded;
@@ -102,7 +77,7 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   const size_t part_bytes =
       in_parts ? static_cast<size_t>(slices * outputs * linear.num_rows) * sizeof(float) : 0;
   char* memory = static_cast<char*>(ctx.workspace->Get(x_bytes + part_bytes));
-  CopyRows(ctx, linear, cols, true, memory);
+  CopyRows<RowOrder::kBFloat>(ctx, linear, cols, memory);
   linear.cols = cols;
   TileParams params = {.linear = linear,
                        .x_bfloat = reinterpret_cast<const uint16_t*>(memory),
@@ -205,7 +180,7 @@ LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& para
   LinearKernelParams linear = params;
   linear.cols = NumUnits(F, params.cols) * UnitCols(F);
   const LibraryMemory memory = PlanLibrary<F>(ctx, linear);
-  CopyRows(ctx, params, linear.cols, true, memory.x);
+  CopyRows<RowOrder::kBFloat>(ctx, params, linear.cols, memory.x);
   LinearKernelParams rest = params;
   rest.num_segments = 0;
   for (int i = 0; i < linear.num_segments; ++i) {
@@ -219,7 +194,7 @@ LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& para
 template <MatrixFormat F>
 void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
   if constexpr (F != MatrixFormat::kQ4_1) {  // its minima leave no registers for more rows
-    if (RowsOfMatrix(params) > 32) {
+    if (RowsOfMatrix(params.num_rows, params.num_experts) > 32) {
       return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
     }
   }
@@ -281,15 +256,24 @@ CudaLinear::~CudaLinear() {
 LinearMachine CudaLinear::machine(const Context& ctx) const {
   return {.sm = ctx.gpu.sm,
           .has_library = library_ != nullptr && !ctx.deterministic,
+          .has_warp_groups = ctx.has_warp_groups && !ctx.deterministic,
           .fp8_activations = ctx.fp8_activations};
 }
 
 size_t CudaLinear::library_version() const { return library_ == nullptr ? 0 : library_->version(); }
 
-void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params) {
+LinearKernel CudaLinear::KernelOf(const Context& ctx, const LinearStack& stack,
+                                  int64_t num_rows) const {
   const LinearMachine here = machine(ctx);
-  const LinearKernel kernel = ctx.deterministic ? TableKernel(stack, params.num_rows, here)
-                                                : choices_.Find(stack, params.num_rows, here);
+  return ctx.deterministic ? TableKernel(stack, num_rows, here)
+                           : choices_.Find(stack, num_rows, here);
+}
+
+void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params) {
+  const LinearKernel kernel = KernelOf(ctx, stack, params.num_rows);
+  if (kernel == LinearKernel::kWide) {
+    return RunWide(ctx, stack.stored, params, {}, wide_counters_);
+  }
   DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
     if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stack.stored, &params);
@@ -361,7 +345,8 @@ const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearP
   return table.gpu;
 }
 
-void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& params) {
+LinearKernelParams CudaLinear::KernelParamsOf(const Context& ctx,
+                                              const GroupedLinearParams& params) {
   const PackedMatrix& weight = *params.experts[0].weight;
   LinearKernelParams kernel;
   kernel.x = params.x;
@@ -376,7 +361,24 @@ void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& pa
   kernel.experts = TableOf(ctx, params);
   kernel.offsets = params.offsets;
   kernel.num_experts = params.num_experts;
-  Run(ctx, StackOfExperts({params.experts, static_cast<size_t>(params.num_experts)}), kernel);
+  return kernel;
+}
+
+void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& params) {
+  Run(ctx, StackOfExperts({params.experts, static_cast<size_t>(params.num_experts)}),
+      KernelParamsOf(ctx, params));
+}
+
+bool CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params) {
+  const GroupedLinearParams& linear = params.linear;
+  const LinearStack stack =
+      StackOfExperts({linear.experts, static_cast<size_t>(linear.num_experts)});
+  if (KernelOf(ctx, stack, linear.num_rows) != LinearKernel::kWide ||
+      params.activation.row_scales != nullptr) {
+    return false;
+  }
+  RunWide(ctx, stack.stored, KernelParamsOf(ctx, linear), params.activation, wide_counters_);
+  return true;
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

@@ -11,6 +11,7 @@
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
 #include "turbomind/backend/cuda/linear/linear_choice.h"
 #include "turbomind/backend/cuda/linear/linear_shape.cuh"
+#include "turbomind/backend/cuda/linear/linear_wide.h"
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/ops/params.h"
 
@@ -20,10 +21,10 @@ namespace turbomind::cuda {
 // arrays of LinearPart are on the host.
 //
 // Activations are rounded to BF16, except with FP32 weights and as linear_fp8.h says, and sums are
-// in FP32. linear_stream.cuh states the resulting error. Without a library, or if ctx.deterministic
-// is set, an output's sum depends only on its row of x and its matrices, not on num_rows. With
-// cuBLASLt, some numbers of rows use its products, which have their own order of sums. Weights with
-// scales are rounded to BF16 for it.
+// in FP32. linear_stream.cuh states the resulting error. If ctx.deterministic is set, an output's
+// sum depends only on its row of x and its matrices, not on num_rows. Otherwise some numbers of
+// rows may use products of cuBLASLt or of warp groups, which have their own order of sums. Weights
+// with scales are rounded to BF16 for these.
 class CudaLinear {
  public:
   explicit CudaLinear(std::unique_ptr<CublasLt> library = nullptr);
@@ -37,6 +38,10 @@ class CudaLinear {
   // seen, and again when its contents change. Such a call allocates and must not be part of a
   // graph.
   void GroupedLinear(const Context& ctx, const GroupedLinearParams& params);
+
+  // Return false, and compute nothing, if the chosen kernel cannot store activations, or if rows
+  // have scales.
+  bool GroupedGate(const Context& ctx, const GroupedGateParams& params);
 
   void Embed(const Context& ctx, const EmbedParams& params);
 
@@ -56,11 +61,14 @@ class CudaLinear {
     ExpertWeight* gpu = nullptr;
   };
   const ExpertWeight* TableOf(const Context& ctx, const GroupedLinearParams& params);
+  LinearKernelParams KernelParamsOf(const Context& ctx, const GroupedLinearParams& params);
+  LinearKernel KernelOf(const Context& ctx, const LinearStack& stack, int64_t num_rows) const;
   void Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params);
 
   std::unique_ptr<CublasLt> library_;
   LinearChoices choices_;
   std::map<const LinearPart*, ExpertTable> tables_;
+  WideCounters wide_counters_;
 };
 
 }  // namespace turbomind::cuda

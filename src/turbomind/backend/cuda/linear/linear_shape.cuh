@@ -71,6 +71,16 @@ inline SlotCount CountSlots(int num_rows, int num_experts, int rows) {
   return num_rows <= tiles ? SlotCount{num_rows, true} : SlotCount{tiles, false};
 }
 
+// Assign each segment its blocks of `outputs` outputs, and return the number of blocks.
+inline int64_t CutOutputs(LinearKernelParams* params, int outputs) {
+  int64_t blocks = 0;
+  for (int i = 0; i < params->num_segments; ++i) {
+    params->segments[i].first_block = static_cast<int32_t>(blocks);
+    blocks += (params->segments[i].outputs + outputs - 1) / outputs;
+  }
+  return blocks;
+}
+
 // Find the rows of a slot. Return false for a slot without rows.
 TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, int* expert,
                               LinearBlock* block) {
@@ -95,11 +105,8 @@ TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, i
   return true;
 }
 
-// Find the part of a block of the grid: up to `rows` rows, those of `slot`, and `outputs` outputs.
-// All lanes of a warp must call it. Return false for a slot without rows.
-TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int outputs,
-                         LinearBlock* block) {
-  const int y = BlockIndexY();
+// Find the outputs of a block: `outputs` of them, from block `y` on.
+TM_DEVICE void FindOutputs(const LinearKernelParams& p, int y, int outputs, LinearBlock* block) {
   int s = 0;
   for (int i = 1; i < kMaxSegments; ++i) {
     s += i < p.num_segments && p.segments[i].first_block <= y;
@@ -110,6 +117,20 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int ou
   block->first_output = (y - segment.first_block) * outputs;
   block->num_outputs = segment.outputs;
   block->y_column = segment.first_output;
+}
+
+// Use the weight of an expert in place of the segment's.
+TM_DEVICE void UseExpert(const LinearKernelParams& p, int expert, LinearBlock* block) {
+  const auto weight = LoadGlobal(p.experts + expert);
+  block->weight = weight.weight;
+  block->bias = weight.bias;
+}
+
+// Find the part of a block of the grid: up to `rows` rows, those of `slot`, and `outputs` outputs.
+// All lanes of a warp must call it. Return false for a slot without rows.
+TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int outputs,
+                         LinearBlock* block) {
+  FindOutputs(p, BlockIndexY(), outputs, block);
   if (p.experts == nullptr) {
     block->first_row = slot * rows;
     block->num_rows = p.num_rows - block->first_row < rows ? p.num_rows - block->first_row : rows;
@@ -119,9 +140,7 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int ou
   if (!FindExpertRows(p, slot, rows, &expert, block)) {
     return false;
   }
-  const auto weight = LoadGlobal(p.experts + expert);
-  block->weight = weight.weight;
-  block->bias = weight.bias;
+  UseExpert(p, expert, block);
   return true;
 }
 

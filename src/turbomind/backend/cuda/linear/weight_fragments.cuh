@@ -24,7 +24,8 @@
 namespace turbomind::cuda {
 
 inline constexpr uint32_t kBFloatOne = 0x3f803f80u;
-inline constexpr uint32_t kBFloat128 = 0x43004300u;  // bits 0..6 count in units of 1
+inline constexpr uint32_t kBFloatMinusZero = 0x80008000u;  // as a summand, keeps the sign of zero
+inline constexpr uint32_t kBFloat128 = 0x43004300u;        // bits 0..6 count in units of 1
 inline constexpr uint32_t kBFloatMinus128 = 0xc300c300u;
 inline constexpr uint32_t kBFloatMinus136 = 0xc308c308u;
 
@@ -59,7 +60,7 @@ TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
   out[3] = AndOr(word << 1, kSign, (word >> 3) & kLow);
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    out[p] = FmaBFloat2(out[p], k2To126, kSign);
+    out[p] = FmaBFloat2(out[p], k2To126, kBFloatMinusZero);
   }
 }
 
@@ -71,7 +72,7 @@ TM_DEVICE void ExpandE4m3(uint32_t word, uint32_t* out) {
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
     const uint32_t codes = SelectBytes(word, 0, p == 0 ? 0x1404 : 0x3424);  // in the high bytes
-    out[p] = FmaBFloat2(AndOr(codes >> 4, 0x07f007f0u, codes & kSign), k2To120, kSign);
+    out[p] = FmaBFloat2(AndOr(codes >> 4, 0x07f007f0u, codes & kSign), k2To120, kBFloatMinusZero);
   }
 }
 
@@ -269,5 +270,28 @@ template <>
 struct WeightFragments<MatrixFormat::kFp8> : Fp8Fragments<MatrixFormat::kFp8> {};
 template <>
 struct WeightFragments<MatrixFormat::kFp8Block> : Fp8Fragments<MatrixFormat::kFp8Block> {};
+
+// Multiply expanded pairs of an output by its scale, add its minimum, and round to BF16.
+template <MatrixFormat F>
+TM_DEVICE void ScalePairs(const typename WeightFragments<F>::Unit& unit, int block, int half,
+                          uint32_t (&pairs)[4]) {
+  using W = WeightFragments<F>;
+  if constexpr (W::kScaled) {
+    const float scale = W::Scale(unit, block, half);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      if constexpr (F == MatrixFormat::kMxfp4) {  // the products are exact
+        pairs[p] = FmaBFloat2(pairs[p], PackBFloat2(scale, scale), kBFloatMinusZero);
+        continue;
+      }
+      float minimum = 0.f;
+      if constexpr (W::kMinimum) {
+        minimum = W::Minimum(unit, block, half);
+      }
+      pairs[p] = PackBFloat2(fmaf(scale, BitsFloat(pairs[p] << 16), minimum),
+                             fmaf(scale, BitsFloat(pairs[p] & 0xffff0000u), minimum));
+    }
+  }
+}
 
 }  // namespace turbomind::cuda

@@ -38,6 +38,7 @@ struct Context {
   bool deterministic = false;  // the sums of a row do not depend on the batch
   Workspace* workspace = nullptr;
   bool fp8_activations = false;  // of FP8 weights
+  bool has_warp_groups = false;  // products of linear_wide.h
 };
 
 }  // namespace turbomind::cuda
