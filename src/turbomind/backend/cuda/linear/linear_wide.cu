@@ -24,10 +24,12 @@ __global__ void ProbeKernel(ProbeParams params) {
 // Experts with more rows than the average need a second tile less often than half of the time.
 constexpr int kRowsOfSmallTile = 32;
 constexpr int kRowsOfTile = 64;
+constexpr int kMaxBlocksPerSm = 2;  // of all configurations
 
 template <class C>
 void RunWideKernel(const Context& ctx, const LinearKernelParams& linear,
                    const GatedActivationParams& gate, WideCounters& counters) {
+  static_assert(C::kBlocksPerSm <= kMaxBlocksPerSm);
   WideParams params = {.linear = linear,
                        .x_cols = static_cast<int>(CeilDiv(linear.cols, kWideCols) * kWideCols),
                        .output_blocks = static_cast<int>(CutOutputs(&params.linear, C::kOutputs)),
@@ -40,7 +42,7 @@ void RunWideKernel(const Context& ctx, const LinearKernelParams& linear,
   CopyRows<kOrder>(ctx, linear, params.x_cols, memory);
   params.x_bfloat = reinterpret_cast<const uint16_t*>(memory);
   params.parts = memory + x_bytes;
-  params.arrivals = counters.Get(ctx, params.num_blocks);
+  params.arrivals = counters.Get(ctx);
   Launch(WideKernel<C>,
          {.grid_x = params.num_blocks,
           .threads = C::kThreads,
@@ -65,13 +67,12 @@ WideCounters::~WideCounters() {
   }
 }
 
-int32_t* WideCounters::Get(const Context& ctx, int count) {
-  if (count > count_) {
-    Check(memory_ == nullptr, "graphs use the counters, so they must not move");
-    const size_t num_bytes = static_cast<size_t>(count) * sizeof(int32_t);
+int32_t* WideCounters::Get(const Context& ctx) {
+  if (memory_ == nullptr) {
+    const size_t num_bytes =
+        static_cast<size_t>(kMaxBlocksPerSm * ctx.gpu.num_sms) * sizeof(int32_t);
     memory_ = static_cast<int32_t*>(AllocateGpu(num_bytes));
     ClearBytes(memory_, num_bytes, ctx.stream);
-    count_ = count;
   }
   return memory_;
 }

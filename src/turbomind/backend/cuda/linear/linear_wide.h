@@ -22,12 +22,12 @@ class WideCounters {
   WideCounters(const WideCounters&) = delete;
   WideCounters& operator=(const WideCounters&) = delete;
 
-  // Return at least `count` counters. The first call allocates and must not be part of a graph.
-  int32_t* Get(const Context& ctx, int count);
+  // Return counters for the largest grid of a GPU. Graphs use them, so they never move. The first
+  // call allocates and must not be part of a graph.
+  int32_t* Get(const Context& ctx);
 
  private:
   int32_t* memory_ = nullptr;
-  int count_ = 0;
 };
 
 // Multiply, and store y, or only the activation of it if gate.out is set (GroupedGateParams).
