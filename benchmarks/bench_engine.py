@@ -89,6 +89,8 @@ def make_llama_cpp(path: str, *, threads: int) -> Baseline:
 
 def machine_of(options: argparse.Namespace, device: _turbomind.Device) -> str:
     """Return the facts about the machine that its rows get."""
+    if options.machine:
+        return str(options.machine)
     if options.device == "cuda":
         return f"{device.name}, {device.capability.generation}"
     return describe_machine(options.num_threads, gemm_input_dtype=options.gemm_input_dtype)
@@ -197,6 +199,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, help="default: 3; --suite: 5")
     add("--num-threads", type=int, default=threads)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of cells")
+    add("--machine", help="how rows name the machine (default: what the engine reports)")
     add("--gemm-input-dtype", choices=("int8",), help="as of the engine")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
     add("--peak", help=argparse.SUPPRESS)

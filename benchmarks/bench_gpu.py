@@ -3,10 +3,12 @@
     python benchmarks/bench_gpu.py device --bench build/cuda/device_bench --json FILE
     python benchmarks/bench_gpu.py tuner --bench build/cuda/device_bench --json FILE
     python benchmarks/bench_gpu.py baselines --json FILE
+    python benchmarks/bench_gpu.py machine --bench build/cuda/device_bench
 
 `device` times single ops, the most important cells first. `tuner` times the kernels between which
-the engine chooses for the linear layers of an 8B model. `baselines` times FlashInfer on the
-decode cells of the file. Rows go to the file as they are measured; a new row replaces the row of
+the engine chooses for the linear layers of an 8B model. `baselines` times cuBLAS, cuDNN,
+FlashAttention 2, XQA and FlashInfer on the cells of the file that they compute. `machine` prints
+how rows name the device. Rows go to the file as they are measured; a new row replaces the row of
 the same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a cell failed, 2 for wrong
 arguments, 3 if there is no GPU. bench_engine.py --device cuda times the engine.
 """
@@ -50,6 +52,10 @@ def device_cells(formats: Sequence[str]) -> Iterator[str]:
         for mode in FEW_MODES:
             sizes = f"batch=1 context={context} new_tokens=2048 {heads} head_dim=128"
             yield f"op=prefill mode={mode} launches=4 {sizes}"
+    for context in (2048, 8192):
+        for mode in ("none", "nvfp4"):
+            sizes = f"batch=1 context={context} new_tokens={context} kv_heads=8 group=4"
+            yield f"op=prefill mode={mode} launches=4 {sizes} head_dim=128"
     for batch, tokens in ((1, 2048), (128, 1)):
         sizes = f"batch={batch} context=2048 new_tokens={tokens} kv_heads=8 group=4 head_dim=128"
         for mode in modes:
@@ -179,9 +185,16 @@ def measure_ours(options: argparse.Namespace) -> list[str]:
     return failed or ([] if num_rows else ["nothing was measured"])
 
 
+def print_machine(options: argparse.Namespace) -> list[str]:
+    """Print the machine of the rows of this device."""
+    command = [str(options.bench), f"device={options.device}"]
+    print(machine_of(next(answers(command, [""]))))
+    return []
+
+
 def measure_baselines(options: argparse.Namespace) -> list[str]:
-    """Measure FlashInfer on the decode cells of the file and return what failed."""
-    from baselines import flashinfer
+    """Measure other libraries on the cells of the file and return what failed."""
+    from baselines import gpu
 
     rows = read_rows(options.json)
     if not rows:
@@ -192,25 +205,32 @@ def measure_baselines(options: argparse.Namespace) -> list[str]:
         file.add(row, is_of_commit=False)
         print(json.dumps(file.rows[-1]), flush=True)
 
-    cells = [row["cell"] for row in rows if row.get("cell", "").startswith("op=decode")]
-    return flashinfer.measure_all(cells, save=save, budget_s=options.budget_s)
+    cells = list(dict.fromkeys(row["cell"] for row in rows if row.get("by") == OURS))
+    return gpu.measure_all(cells, save=save, budget_s=options.budget_s)
+
+
+def resolved(text: str) -> Path:
+    """Return an absolute path. A program without a folder would be searched on PATH."""
+    return Path(text).resolve()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("what", choices=("device", "tuner", "baselines"))
-    parser.add_argument("--bench", type=Path, help="the program device_bench")
+    parser.add_argument("what", choices=("device", "tuner", "baselines", "machine"))
+    parser.add_argument("--bench", type=resolved, help="the program device_bench")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=160.0, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, required=True, help="the file of the rows")
+    parser.add_argument("--json", type=Path, help="the file of the rows")
     parser.add_argument("--small", action="store_true", help="tiny cells, to test the program")
     options = parser.parse_args(arguments)
     if options.what != "baselines" and not options.bench:
         parser.error(f"{options.what} needs --bench.")
+    if options.what != "machine" and not options.json:
+        parser.error(f"{options.what} needs --json.")
     try:
-        measure = measure_baselines if options.what == "baselines" else measure_ours
-        failed = measure(options)
+        measures = {"baselines": measure_baselines, "machine": print_machine}
+        failed = measures.get(options.what, measure_ours)(options)
     except RuntimeError as error:
         print(f"bench_gpu.py: no GPU, or the program does not start: {error}", file=sys.stderr)
         return NO_GPU

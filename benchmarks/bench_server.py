@@ -1,12 +1,14 @@
 """Concurrent streaming clients against our server and llama.cpp's server, in turns.
 
     python benchmarks/bench_server.py --model smollm2 --llama-server BUILD/bin/llama-server
+    python benchmarks/bench_server.py --model FOLDER --device cuda --clients 64
 
 16 clients, 512 tokens in, 128 out: requests per second, time to the first token, time per token.
 llama-server has one slot per client, continuous batching and the fastest of three KV settings;
 docs/performance.md, "Measure it yourself", says how to build it. Both servers stay up during the
 run, and the idle one sleeps. All prompts differ and are given as token ids. Answers run to their
-limit.
+limit. Without --llama-server, our server is measured alone, on the CPU or a GPU, and a row has the
+medians of the runs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import numpy as np
 from baselines.settings import BY_NAME as SETTING_BY_NAME
 from baselines.settings import SETTINGS, Setting
 from our_engine import quality_of
-from results import ResultsFile, describe_machine
+from results import ResultsFile, Row, describe_machine
 from server_process import serving
 from suite import BY_NAME, ROW_KEY, Runs, alternate, format_row, row_of
 
@@ -41,6 +43,7 @@ FIRST_WORD_ID, LAST_WORD_ID = 300, 40_000  # above special tokens and single byt
 MAX_EVENT_BYTES = 1 << 20
 REQUEST_TIMEOUT_S = 1800.0
 SLOT_MARGIN = 64
+SERVER_KEY = ("model", "work", "mode", "quality", "clients", "context", "answer")
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ class ServerBench:
 
     model: str
     vocab_size: int
-    llama_server: Path
+    llama_server: Path | None
     threads: int
+    device: str = "cpu"
     clients: int = 16
     prompt_tokens: int = 512
     answer_tokens: int = 128
@@ -74,7 +78,7 @@ class ServerBench:
             *("--server-name", "127.0.0.1", "--model-name", MODEL_NAME, "--log-level", "ERROR"),
             *("--quant-policy", self.mode, "--max-batch-size", str(self.clients)),
             *("--session-len", str(self.session_len), "--num-threads", str(self.threads)),
-            "--server-port",
+            *("--device", self.device, "--server-port"),
         ]
 
     def llama_command(self, setting: Setting) -> list[str]:
@@ -254,22 +258,40 @@ def server_runs(bench: ServerBench, *, repeats: int) -> dict[str, Runs]:
     }
 
 
+def measure_ours(bench: ServerBench, *, repeats: int) -> Figures:
+    """Return the medians of our server's figures, after a warm-up."""
+    with running(bench.our_command()) as port:
+        bench.run(port, 2)
+        runs = [bench.run(port, 3 + i) for i in range(repeats)]
+    return {key: float(f"{statistics.median(run[key] for run in runs):.4g}") for key in runs[0]}
+
+
 def run(options: argparse.Namespace) -> None:
-    """Measure both servers and write the rows."""
+    """Measure both servers, or only ours, and write the rows."""
     from lmdeploy.engine.model_files import open_files
 
     info = open_files(options.model).info
     cell = BY_NAME["server-requests"].cell
+    machine = options.machine or describe_machine(options.num_threads)
     bench = ServerBench(
         str(info.path),
         info.config.vocab_size,
         llama_server=options.llama_server,
         threads=options.num_threads,
-        clients=cell.batch,
+        device=options.device,
+        clients=options.clients or cell.batch,
         prompt_tokens=cell.context,
         answer_tokens=cell.steps,
     )
-    file = ResultsFile(options.json, machine=describe_machine(options.num_threads), key=ROW_KEY)
+    if bench.llama_server is None:
+        file = ResultsFile(options.json, machine=machine, key=SERVER_KEY)
+        row: Row = {"model": Path(info.path).stem, "work": "server", "mode": bench.mode}
+        row |= {"quality": quality_of(bench.mode), "clients": bench.clients}
+        row |= {"context": bench.prompt_tokens, "answer": bench.answer_tokens}
+        file.add({**row, **measure_ours(bench, repeats=options.repeats)})
+        print(json.dumps(file.rows[-1]))
+        return
+    file = ResultsFile(options.json, machine=machine, key=ROW_KEY)
     for name, runs in server_runs(bench, repeats=options.repeats).items():
         workload, model = BY_NAME[name], Path(info.path).stem
         file.add(row_of(workload, runs, model=model, baseline_by="llama-server"))
@@ -284,10 +306,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="smollm2", help="GGUF file or smollm2")
     add("--json", type=Path, help="add the rows to this file of JSON Lines")
-    add("--llama-server", type=Path, required=True, help="binary llama-server")
+    add("--llama-server", type=Path, help="binary llama-server (default: no baseline)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of our server")
+    add("--clients", type=int, help="without a baseline (default: 16)")
+    add("--machine", help="how rows name the machine (default: this CPU)")
     add("--repeats", type=int, default=5)
     add("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(arguments)
+    if options.llama_server and (options.clients or options.device != "cpu"):
+        parser.error("--clients and --device are for our server alone, without --llama-server.")
     try:
         run(options)
     except (ValueError, RuntimeError) as error:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from gpu_tables import GPU_TABLES, US, GpuResults, markdown, shape_text
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -43,29 +44,6 @@ WORKLOADS = {
 }
 SMALLER = ("server-p99", "memory")
 GPU = "gpu_nvidia_h100_80gb_hbm3"
-US = "lmdeploy-fp4"
-XQA, FLASHINFER = "XQA, flashinfer-python 0.7.2.post1", "flashinfer-python 0.7.2.post1"
-CUBLAS = "cuBLAS, torch 2.11+cu130"
-ATTENTION = ("cuDNN, torch 2.11+cu130", "FlashAttention 2, torch 2.11+cu130")
-# The columns of the tables: label, by whom, and the format.
-DECODERS = tuple(
-    (f"`{mode}`", US, mode) for mode in ("none", "fp8", "int8", "nvfp4", "mxfp4", "int4")
-)
-OTHER_DECODERS = (
-    ("`nvfp4`", US, "nvfp4"),
-    ("XQA, 16 bit", XQA, "none"),
-    ("FP8", XQA, "fp8"),
-    ("FlashInfer, 16 bit", FLASHINFER, "none"),
-    ("NVFP4", FLASHINFER, "nvfp4"),
-)
-LINEARS = (
-    ("BF16", US, "bf16"),
-    ("BF16, cuBLAS", CUBLAS, "bf16"),
-    ("Q4_0", US, "q4_0"),
-    ("Q8_0", US, "q8_0"),
-    ("MXFP4", US, "mxfp4_split"),
-)
-
 # The columns of the prompts on AVX-512: label, and the name in the results.
 PROMPTS = (
     ("12 bits", "12 bits"),
@@ -82,6 +60,10 @@ Row = dict[str, Any]
 def read(name: str) -> list[Row]:
     text = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def gpu_results() -> GpuResults:
+    return GpuResults(read(GPU))
 
 
 def rows_of(machine: str) -> dict[tuple[str, str], Row]:
@@ -156,133 +138,6 @@ def prompt_table() -> str:
     return markdown(["model, tokens", *(label for label, _ in PROMPTS)], body)
 
 
-def gpu_cells(op: str) -> Iterator[tuple[str, dict[str, str], Row]]:
-    """Yield by whom an op was measured on the GPU, the words of the cell, and the row."""
-    for row in read(GPU):
-        words = dict(word.split("=") for word in row.get("cell", "op=none").split())
-        if words.pop("op") == op:
-            words.pop("launches", None)
-            yield row["by"], words, row
-
-
-def copy_rate() -> float:
-    """Return the bytes per microsecond, read and written, of a copy on the GPU."""
-    _, _, row = next(gpu_cells("copy"))
-    return float(row["activation_bytes"] / row["us"])
-
-
-def moved_bytes(row: Row) -> int:
-    """Return the least bytes that an op reads and writes."""
-    return int(row["weight_bytes"] + row["kv_bytes"] + row["activation_bytes"])
-
-
-def micros(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def markdown(head: list[str], body: list[list[str]], *, left: int = 1) -> str:
-    """Return a Markdown table whose first columns are aligned to the left."""
-    rule = " --- |" * left + " ---: |" * (len(head) - left)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
-    return "\n".join([lines[0], "|" + rule, *lines[1:]])
-
-
-def decode_rows() -> dict[tuple[int, ...], dict[tuple[str, str], Row]]:
-    """Return the measured rows of decode attention by shape, then by whom and format."""
-    found: dict[tuple[int, ...], dict[tuple[str, str], Row]] = {}
-    for by, words, row in gpu_cells("decode"):
-        if "window" not in words:
-            keys = ("batch", "context", "kv_heads", "group", "head_dim")
-            shape = tuple(int(words[key]) for key in keys)
-            found.setdefault(shape, {})[by, words["mode"]] = row
-    return found
-
-
-def timed(row: Row | None, by: str, *, rate: float) -> str:
-    """Return the microseconds of a row, and this engine's percentage of the bandwidth `rate`."""
-    if row is None:
-        return "–"
-    share = f"<br>{moved_bytes(row) / row['us'] / rate * 100:.0f} %" if by == US else ""
-    return micros(row["us"]) + share
-
-
-def shape_text(shape: tuple[int, ...]) -> tuple[str, str]:
-    batch, context, heads, group, head_dim = shape
-    return f"{batch} × {context:,}", f"{heads} × {group} heads of {head_dim}"
-
-
-def decode_table(columns: Sequence[tuple[str, str, str]]) -> str:
-    """Return a table of decode attention: microseconds, and this engine's part of the bandwidth."""
-    rate, body = copy_rate(), []
-    for shape, rows in decode_rows().items():
-        if any(by != US for _, by, _ in columns) and all(by == US for by, _ in rows):
-            continue
-        cells = [timed(rows.get((by, mode)), by, rate=rate) for _, by, mode in columns]
-        body.append([*shape_text(shape), *cells])
-    return markdown(["sequences × tokens", "heads", *(name for name, *_ in columns)], body, left=2)
-
-
-def linear_table() -> str:
-    """Return the table of linear layers: microseconds, and the share of the limit."""
-    rate = copy_rate()
-    rows: dict[tuple[int, ...], dict[tuple[str, str], Row]] = {}
-    for by, words, row in gpu_cells("linear"):
-        shape = tuple(int(words[key]) for key in ("rows", "cols", "batch"))
-        rows.setdefault(shape, {})[by, words["format"]] = row
-    body = []
-    for shape in sorted(rows, key=lambda shape: (-shape[0], shape[1:])):
-        if all(by != US for by, _ in rows[shape]):
-            continue
-        outputs, inputs, batch = shape
-        cells = [f"{outputs:,} × {inputs:,}", f"{batch:,}"]
-        for _, by, name in LINEARS:
-            cell = rows[shape].get((by, name))
-            if cell is not None and batch >= 512:
-                rounds = 2 * outputs * inputs * batch / cell["us"] / 1e6
-                cells.append(f"{micros(cell['us'])}<br>{rounds:.0f} TFLOP/s")
-            else:
-                cells.append(timed(cell, by, rate=rate))
-        body.append(cells)
-    return markdown(["outputs × inputs", "rows", *(name for name, *_ in LINEARS)], body)
-
-
-def prefill_table() -> str:
-    """Return the table of causal attention of prompts: microseconds and TFLOP/s."""
-    labels = {(US, "none"): "this engine, `none`", (US, "nvfp4"): "this engine, `nvfp4`"}
-    labels |= {(by, "none"): by for by in ATTENTION}
-    body = []
-    for by, words, row in gpu_cells("prefill"):
-        new, context = int(words["new_tokens"]), int(words["context"])
-        heads = int(words["kv_heads"]) * int(words["group"])
-        products = 4 * heads * int(words["head_dim"]) * new * (context - new / 2)
-        rate = products / row["us"] / 1e6
-        name = labels[by, words["mode"]]
-        body.append([f"{new:,} of {context:,}", name, micros(row["us"]), f"{rate:.0f}"])
-    body.sort(key=lambda cells: (cells[0], float(cells[2].replace(",", ""))))
-    return markdown(["new tokens of all", "by", "µs", "TFLOP/s"], body, left=2)
-
-
-def model_table() -> str:
-    """Return the table of whole models: tokens per second of prompts and of decoding."""
-    found: dict[tuple[str, int, str], dict[tuple[str, int], float]] = {}
-    for row in read(GPU):
-        if "model" not in row:
-            continue
-        preset = row["quality"].split()[0]
-        cache = "16 bit" if row["mode"] == "none" else f"`{row['mode']}`<br>{preset}"
-        place = found.setdefault((row["model"], row["context"], cache), {})
-        place[row["work"], row["batch"]] = row["ours"]
-    columns = [(work, batch) for work in ("prefill", "decode") for batch in (1, 32, 128)]
-    body = [
-        [model.replace(", ", ",<br>"), f"{context:,}", cache]
-        + [f"{speeds[column]:,.0f}" if column in speeds else "–" for column in columns]
-        for (model, context, cache), speeds in found.items()
-    ]
-    names = {"prefill": "prompt", "decode": "decode"}
-    head = ["model", "context", "cache", *(f"{names[work]}, {batch}" for work, batch in columns)]
-    return markdown(head, body, left=3)
-
-
 def thousandths(value: float) -> str:
     """Return a divergence in thousandths of a nat."""
     value *= 1000
@@ -326,11 +181,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         ),
     },
     "gpu.md": {
-        "decode": partial(decode_table, DECODERS),
-        "others": partial(decode_table, OTHER_DECODERS),
-        "linear": linear_table,
-        "prefill": prefill_table,
-        "models": model_table,
+        name: partial(lambda make: make(gpu_results()), make) for name, make in GPU_TABLES.items()
     },
 }
 
@@ -494,12 +345,14 @@ def draw_accuracy() -> None:
 def draw_gpu() -> None:
     """Draw the speed of decode attention on the GPU, relative to this engine's 16-bit cache."""
     series = (
-        ("FlashInfer, NVFP4", FLASHINFER, "nvfp4", "#d5d8dc"),
-        ("XQA, FP8", XQA, "fp8", BASELINE),
+        ("FlashInfer, NVFP4", "FlashInfer fa2", "nvfp4", "#d5d8dc"),
+        ("XQA, FP8", "XQA", "fp8", BASELINE),
         ("lmdeploy-fp4, NVFP4", US, "nvfp4", OURS),
     )
     shapes = {
-        shape: rows for shape, rows in decode_rows().items() if any(by == XQA for by, _ in rows)
+        shape: rows
+        for shape, rows in gpu_results().decode_rows().items()
+        if any(by == "XQA" for by, _ in rows)
     }
     figure, axes = plt.subplots(figsize=(9.15, 3.4), layout="constrained")
     for i, rows in enumerate(shapes.values()):

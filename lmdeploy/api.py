@@ -66,7 +66,9 @@ def serve(
 
     Raises:
         ValueError: if an option is wrong, the port is in use, or the model cannot be loaded.
+        EngineFailure: if the engine has failed, which ends the server.
     """
+    from lmdeploy.base.errors import EngineFailure
     from lmdeploy.serve.server import run_server
 
     options = ServerOptions(
@@ -78,9 +80,11 @@ def serve(
         shutdown_timeout=shutdown_timeout,
     )
     with suppress(KeyboardInterrupt):
-        run_server(
+        status = run_server(
             model_path, backend_config, chat_template_config=chat_template_config, options=options
         )
+        if status:
+            raise EngineFailure("The server has stopped because its engine failed. See its log.")
 
 
 def client(api_server_url: str = "http://127.0.0.1:23333", api_key: str | None = None) -> APIClient:

@@ -29,8 +29,9 @@ def run_api_server(args: argparse.Namespace) -> int:
     server.check_options(options)
     if args.dry_run:
         return print_plan(args.model_path, config)
-    server.run_server(args.model_path, config, chat_template_config=template, options=options)
-    return 0
+    return server.run_server(
+        args.model_path, config, chat_template_config=template, options=options
+    )
 
 
 def run_ray(args: argparse.Namespace) -> int:
@@ -60,7 +61,7 @@ def run_ray(args: argparse.Namespace) -> int:
     )
     try:
         signal.signal(signal.SIGHUP, lambda *_: Thread(target=replicas.update, daemon=True).start())
-        server.run_server(
+        return server.run_server(
             args.model_path,
             config,
             chat_template_config=template,
@@ -69,7 +70,6 @@ def run_ray(args: argparse.Namespace) -> int:
         )
     finally:
         replicas.stop()
-    return 0
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:

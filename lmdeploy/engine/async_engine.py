@@ -377,7 +377,7 @@ class AsyncEngine:
         return parts
 
     def _drain(self) -> None:
-        core = self.running.core
+        core, watch = self.running.core, StepWatch(self.running.step_limit_s)
         reason = "The engine was closed."
         try:
             while self._draining.is_set():
@@ -390,6 +390,10 @@ class AsyncEngine:
                     self._warn_of_clipping()
                 if not outputs and not core.healthy:
                     reason = f"The engine has failed: {core.failure}"
+                    break
+                if not outputs and watch.has_stalled(core.stats()):
+                    self._failure = f"A step has not ended for {watch.limit_s:.0f} s."
+                    reason = f"The engine has failed: {self._failure}"
                     break
         except BaseException as error:  # without this thread no request would ever end
             logger.exception("The outputs of the engine could not be delivered.")
@@ -434,6 +438,21 @@ class AsyncEngine:
             except RuntimeError:
                 logger.debug("The event loop of request %d is closed.", request_id)
         return list(streams)
+
+
+class StepWatch:
+    """Finds out that a step does not end. It sees the statistics again and again."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._num_steps, self._begin = -1, 0.0
+
+    def has_stalled(self, stats: EngineStats) -> bool:
+        """Return whether sequences have been running for `limit_s` without the end of a step."""
+        now = time.monotonic()
+        if stats.num_running == 0 or stats.num_steps != self._num_steps:
+            self._num_steps, self._begin = stats.num_steps, now
+        return now - self._begin > self.limit_s
 
 
 _running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()

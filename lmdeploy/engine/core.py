@@ -6,6 +6,7 @@ and return the messages of `_turbomind`, whose fields the bindings define.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -54,6 +55,10 @@ class EngineCore(PrefixCache, Protocol):
         """Stop. Other calls then return, and requests that still run get no last output."""
 
 
+# A step on a GPU takes at most seconds. One that takes this long never ends.
+GPU_STEP_LIMIT_S = 120.0
+
+
 class StartedCore(NamedTuple):
     """A core that has just been started. Call `on_close` before closing it."""
 
@@ -67,7 +72,8 @@ class RunningCore:
     """A core, its KV cache, and what moves and reports the blocks of the cache.
 
     `restart` loads the weights again and starts another core after this one was closed.
-    `cache_identity` returns what determines the bytes of a KV block.
+    `cache_identity` returns what determines the bytes of a KV block. A step that lasts
+    `step_limit_s` counts as a failure.
     """
 
     core: EngineCore
@@ -78,6 +84,7 @@ class RunningCore:
     device_line: str = ""
     tuner_line: str = ""  # empty if the device has no choices between kernels
     gemm_input_dtype: str = "int16"
+    step_limit_s: float = math.inf
     cache_identity: Callable[[], dict[str, Any]] = dict
     traffic: PrefixTraffic | None = None  # None without a store
     events: KvEventPublisher | None = None  # None if events are not published

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.checkpoint.hub import hub_address
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
-from lmdeploy.engine.core import RunningCore, StartedCore
+from lmdeploy.engine.core import GPU_STEP_LIMIT_S, RunningCore, StartedCore
 from lmdeploy.engine.devices import (
     device_line,
     free_bytes,
@@ -200,6 +201,7 @@ def _running_core(
         device_line=device_line(plan.device),
         tuner_line=started.tuner_line,
         gemm_input_dtype=plan.device.gemm_input_dtype,
+        step_limit_s=math.inf if plan.device.free_bytes is None else GPU_STEP_LIMIT_S,
         cache_identity=plan.cache_identity,
     )
 
@@ -210,9 +212,9 @@ def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> 
     models = []
     if files.draft is not None:
         draft_texts = read_draft_texts(files, texts)
-        models.append(files.draft.load(draft_texts, device=device, progress=progress))
+        models.append(_load_weights(files.draft, draft_texts, device=device, progress=progress))
         config.set_draft_model(models[0].config, models[0].weights)
-    models.append(files.load(texts, device=device, progress=progress))
+    models.append(_load_weights(files, texts, device=device, progress=progress))
     loaded = models[-1]
     warn_of_bias(
         plan.kv,
@@ -237,6 +239,22 @@ def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> 
             writer.stop()
 
     return StartedCore(core, on_close, line)
+
+
+def _load_weights(
+    files: ModelFiles, texts: TokenizerAndTemplate, *, device: _turbomind.Device, progress: bool
+) -> LoadedModel:
+    """Load the weights of a model. Raise MemoryError with the sizes if a GPU is too small."""
+    free = device.free_bytes
+    try:
+        return files.load(texts, device=device, progress=progress)
+    except MemoryError:
+        if free is None:
+            raise
+        raise MemoryError(
+            f"The weights take {files.info.weight_bytes:,} bytes, but the GPU has only {free:,} "
+            "free. Load a model with fewer or smaller weights, or choose another GPU (--devices)."
+        ) from None
 
 
 def _start_engine(

@@ -152,8 +152,8 @@ def run_server(
     chat_template_config: ChatTemplateConfig | None,
     options: ServerOptions,
     start_core: Callable[[], StartedCore] | None = None,
-) -> None:
-    """Load a model and serve it until SIGTERM or Ctrl-C.
+) -> int:
+    """Load a model and serve it until SIGTERM or Ctrl-C, or until the engine fails.
 
     The port is reserved before the model is loaded and opened afterwards.
 
@@ -163,6 +163,9 @@ def run_server(
         chat_template_config: replaces the model's own template. None keeps it.
         options: options of the server.
         start_core: as in `load_engine`.
+
+    Returns:
+        the exit status: 1 after the engine has failed, which is logged, else 0.
 
     Raises:
         ValueError: if an option is wrong, the port is in use, or the model cannot be loaded.
@@ -210,6 +213,7 @@ def run_server(
             server.on_stop = register_at_proxy(options.proxy_url, public, model_name=name)
         server.on_begin_stop = stop_begun.set
         server.run(sockets=[sock])
+        return int(server.engine_has_failed)
 
 
 def format_line(engine: AsyncEngine, options: ServerOptions) -> str:
@@ -325,6 +329,7 @@ def last_resort(
 class GracefulServer(LimitedServer):
     """Serves until a signal arrives. Then it closes the engine, which ends all streams properly.
 
+    It also stops when the engine has failed, because a failed engine serves no request any more.
     Running requests continue for `grace` seconds. Then each of them ends with an error, and `run`
     returns. A second signal ends the process at once.
     """
@@ -334,6 +339,7 @@ class GracefulServer(LimitedServer):
         super().__init__(config)
         self._engine = engine
         self._grace = grace
+        self.engine_has_failed = False
         # Both are called when the server begins to stop, and on_stop in a worker thread.
         self.on_begin_stop: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
@@ -348,9 +354,17 @@ class GracefulServer(LimitedServer):
             signal.raise_signal(sig)
         self.should_exit = True
 
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether the server must stop. uvicorn calls this every 0.1 s."""
+        if not self.should_exit and not self._engine.healthy:
+            reason = self._engine.failure.rstrip(".")
+            logger.critical("The engine has failed: %s. The server stops.", reason)
+            self.engine_has_failed = self.should_exit = True
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the running requests and close the engine. uvicorn calls this when it stops."""
-        if self.server_state.tasks and self._grace > 0:
+        if self.server_state.tasks and self._grace > 0 and not self.engine_has_failed:
             logger.warning(
                 "The server is stopping. Running requests continue for up to %d s "
                 "(--shutdown-timeout). The next signal ends the process at once.",

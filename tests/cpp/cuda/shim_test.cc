@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/backend/cuda/runtime/runtime.h"
 
 namespace turbomind::cuda {
 namespace {
@@ -35,6 +38,26 @@ std::string Verdict(const std::function<void()>& kernel, uint64_t seed = 1) {
 
 bool Contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
+}
+
+TEST_CASE("a lost GPU does nothing, and reports that from the first call that waits") {
+  auto device = MakeDevice(0, {});
+  void* memory = device->Reserve(kThreads);
+  device->Synchronize();
+  setenv("CUDA_SHIM_FAULT", "lost=/", 1);
+  uint8_t value = 7;
+  CHECK_NOTHROW(device->Copy(memory, &value, 1));  // queued
+  CHECK(*static_cast<uint8_t*>(memory) == 0);
+  CHECK_THROWS_WITH(device->Synchronize(),
+                    "CUDA: waiting for kernels and copies: unspecified launch failure");
+  CHECK_THROWS_WITH(device->Copy(memory, &value, 1),
+                    "CUDA: cudaSetDevice: unspecified launch failure");
+  CHECK_THROWS(device->Reserve(kThreads));
+  CHECK_THROWS(device->free_bytes());
+  CHECK_NOTHROW(device->Release(memory, kThreads));
+  CHECK_NOTHROW(device.reset());
+  unsetenv("CUDA_SHIM_FAULT");
+  MakeDevice(0, {})->Synchronize();  // another GPU
 }
 
 TEST_CASE("a correct kernel gives the same result in every order of its threads") {

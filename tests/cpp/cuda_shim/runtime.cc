@@ -1,14 +1,31 @@
 // backend/cuda/runtime/runtime.h for the CPU: one simulated GPU with one SM. Work runs when it is
 // queued. Kernels run their threads in an order that changes from launch to launch.
+//
+// The environment variable CUDA_SHIM_FAULT makes it a bad GPU. Its value is one of
+//   sm=75          an old GPU
+//   memory=BYTES   a small GPU
+//   busy           a GPU that another process has for itself
+//   no_kernels     a GPU for which this build has no kernels
+//   lost=PATH      a GPU that fails once the file PATH exists: launches and copies still return,
+//   but do
+//                  nothing. The next call that waits reports the error, and so does every call
+//                  after it.
+//   hung=PATH      a GPU that never ends its work once the file PATH exists
 
 #include "turbomind/backend/cuda/runtime/runtime.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "turbomind/backend/cuda/runtime/launch.cuh"
@@ -44,6 +61,8 @@ struct Gpu {
   std::map<void*, Allocation> allocations;
   size_t used_bytes = 0;
   uint64_t num_launches = 0;
+  bool is_lost = false;
+  bool has_reported = false;  // that it is lost
 };
 
 Gpu& TheGpu() {
@@ -51,12 +70,64 @@ Gpu& TheGpu() {
   return gpu;
 }
 
-void RunOrRecord(Stream stream, std::function<void()> work) {
+// Return the text after "name=" of the GPU's fault, "" for a fault without one, or nothing if the
+// GPU does not have this fault.
+std::optional<std::string> Fault(std::string_view name) {
+  const char* value = std::getenv("CUDA_SHIM_FAULT");
+  const std::string_view fault = value == nullptr ? "" : value;
+  if (!fault.starts_with(name)) {
+    return std::nullopt;
+  }
+  return std::string(fault.substr(std::min(fault.size(), name.size() + 1)));
+}
+
+bool HasBegun(std::string_view fault) {
+  const std::optional<std::string> path = Fault(fault);
+  return path.has_value() && access(path->c_str(), F_OK) == 0;
+}
+
+[[noreturn]] void Fail(const char* call, const char* why) {
+  throw InternalError(std::string("CUDA: ") + call + ": " + why);
+}
+
+bool IsLost() {
+  Gpu& gpu = TheGpu();
+  gpu.is_lost = HasBegun("lost") || (gpu.is_lost && Fault("lost").has_value());
+  gpu.has_reported = gpu.has_reported && gpu.is_lost;
+  return gpu.is_lost;
+}
+
+// The beginning of a call that returns before the GPU has done its work.
+void Queue(const char* call) {
+  if (Fault("busy")) {
+    Fail(call, "CUDA-capable device(s) is/are busy or unavailable");
+  }
+  if (IsLost() && TheGpu().has_reported) {
+    Fail(call, "unspecified launch failure");
+  }
+}
+
+// The beginning of a call that waits for the GPU.
+void Wait(const char* call) {
+  while (HasBegun("hung")) {
+    usleep(1000);
+  }
+  TheGpu().has_reported = IsLost();
+  Queue(call);
+}
+
+void RunOrRecord(Stream stream, const char* call, std::function<void()> work) {
+  Queue(call);
   if (stream->recorded != nullptr) {
     stream->recorded->push_back(std::move(work));
-  } else {
+  } else if (!IsLost() && !HasBegun("hung")) {
     work();
   }
+}
+
+size_t MemoryBytes() {
+  const std::optional<std::string> bytes = Fault("memory");
+  return bytes ? std::stoull(*bytes) : kMemoryBytes;
 }
 
 void* Allocate(size_t num_bytes) {
@@ -93,26 +164,34 @@ void CheckCopied(const void* address, size_t num_bytes) {
 int NumGpus(std::string*) { return 1; }
 
 GpuProperties PropertiesOf(int) {
+  const std::optional<std::string> sm = Fault("sm");
   return {.name = "shim",
-          .sm = 90,
+          .sm = sm ? std::stoi(*sm) : 90,
           .driver = "shim",
           .num_sms = 1,
-          .memory_bytes = kMemoryBytes,
+          .memory_bytes = MemoryBytes(),
           .shared_bytes_per_block = 227 << 10};
 }
 
 thread_local int current_gpu = -1;  // UseGpu was never called
 
-void UseGpu(int gpu) { current_gpu = gpu; }
+void UseGpu(int gpu) {
+  Queue("cudaSetDevice");
+  current_gpu = gpu;
+}
 void UseGpuToFree(int gpu) noexcept { current_gpu = gpu; }
 int CurrentGpu() { return current_gpu; }
 
-MemoryInfo GpuMemory() { return {kMemoryBytes - TheGpu().used_bytes, kMemoryBytes}; }
+MemoryInfo GpuMemory() {
+  Wait("cudaMemGetInfo");
+  return {MemoryBytes() - TheGpu().used_bytes, MemoryBytes()};
+}
 
 void* AllocateGpu(size_t num_bytes) {
+  Wait("cudaMalloc");
   Gpu& gpu = TheGpu();
-  if (num_bytes > kMemoryBytes - gpu.used_bytes) {
-    throw GpuIsFull(num_bytes, kMemoryBytes - gpu.used_bytes);
+  if (num_bytes > MemoryBytes() - gpu.used_bytes) {
+    throw GpuIsFull(num_bytes, MemoryBytes() - gpu.used_bytes);
   }
   void* memory = Allocate(num_bytes);
   std::memset(memory, kPoison, num_bytes);
@@ -131,19 +210,26 @@ void FreeGpu(void* memory) noexcept {
   std::free(memory);
 }
 
-void* AllocatePinned(size_t num_bytes) { return Allocate(num_bytes); }
+void* AllocatePinned(size_t num_bytes) {
+  Wait("cudaMallocHost");
+  return Allocate(num_bytes);
+}
 void FreePinned(void* memory) noexcept { std::free(memory); }
 
-Stream CreateStream() { return new CUstream_st; }
+Stream CreateStream() {
+  Queue("cudaStreamCreate");
+  return new CUstream_st;
+}
 void DestroyStream(Stream stream) noexcept { delete stream; }
 
 void Synchronize(Stream stream) {
   stream->is_spoilt = stream->recorded != nullptr;
   Check(stream->recorded == nullptr, "Synchronize must not be called while a graph is recorded");
+  Wait("waiting for kernels and copies");
 }
 
 void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
-  RunOrRecord(stream, [=] {
+  RunOrRecord(stream, "a copy", [=] {
     CheckCopied(to, num_bytes);
     CheckCopied(from, num_bytes);
     if (num_bytes > 0) {
@@ -153,7 +239,7 @@ void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
 }
 
 void ClearBytes(void* to, size_t num_bytes, Stream stream) {
-  RunOrRecord(stream, [=] {
+  RunOrRecord(stream, "clearing memory", [=] {
     CheckCopied(to, num_bytes);
     if (num_bytes > 0) {
       std::memset(to, 0, num_bytes);
@@ -161,18 +247,25 @@ void ClearBytes(void* to, size_t num_bytes, Stream stream) {
   });
 }
 
-Event CreateEvent() { return new CUevent_st; }
+Event CreateEvent() {
+  Queue("cudaEventCreateWithFlags");
+  return new CUevent_st;
+}
 void DestroyEvent(Event event) noexcept { delete event; }
 Event CreateTimedEvent() { return CreateEvent(); }
 double MicrosecondsBetween(Event begin, Event end) {
   return static_cast<double>(end->num_launches - begin->num_launches);
 }
 // All queued work has already run.
-void Record(Event event, Stream) { event->num_launches = TheGpu().num_launches; }
-void WaitFor(Event) {}
+void Record(Event event, Stream) {
+  Queue("cudaEventRecord");
+  event->num_launches = TheGpu().num_launches;
+}
+void WaitFor(Event) { Wait("cudaEventSynchronize"); }
 
 void BeginCapture(Stream stream) {
   Check(stream->recorded == nullptr, "only one graph may be recorded at a time");
+  Queue("beginning a graph capture");
   stream->is_spoilt = false;
   stream->recorded = new std::vector<std::function<void()>>;
 }
@@ -182,12 +275,13 @@ Graph EndCapture(Stream stream) {
   const std::unique_ptr<std::vector<std::function<void()>>> work(stream->recorded);
   stream->recorded = nullptr;
   Check(!stream->is_spoilt, "no invalid call may occur during a recording");
+  Queue("ending a graph capture");
   return new CUgraphExec_st{std::move(*work)};
 }
 
-void LaunchGraph(Graph graph, Stream) {
+void LaunchGraph(Graph graph, Stream stream) {
   for (const auto& work : graph->work) {
-    work();
+    RunOrRecord(stream, "cudaGraphLaunch", work);
   }
 }
 
@@ -200,7 +294,10 @@ void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> ke
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
     return;
   }
-  RunOrRecord(stream, [shape, kernel = std::move(kernel)] {
+  if (Fault("no_kernels")) {
+    Fail("a launch", "no kernel image is available for execution on the device");
+  }
+  RunOrRecord(stream, "a launch", [shape, kernel = std::move(kernel)] {
     cuda_shim::Launch(
         {.grid = {static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
                   static_cast<unsigned>(shape.grid_z)},

@@ -232,7 +232,7 @@ def test_engine_config_takes_values_of_flags():
 
 def test_api_server_flags_reach_run_server(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(server, "run_server", lambda *args, options, **rest: seen.append(options))
+    monkeypatch.setattr(server, "run_server", lambda *_, options, **__: seen.append(options) or 3)
     flags = (
         "--shutdown-timeout",
         "60",
@@ -240,7 +240,7 @@ def test_api_server_flags_reach_run_server(monkeypatch, capsys):
         "--max-concurrent-requests",
         "8",
     )
-    assert main(["serve", "api_server", "smollm2", *flags]) == 0
+    assert main(["serve", "api_server", "smollm2", *flags]) == 3  # what run_server returns
     assert seen[0].max_concurrent_requests == 8
     assert (seen[0].shutdown_timeout, seen[0].enable_abort_handling) == (60, True)
     monkeypatch.undo()
@@ -272,7 +272,7 @@ def test_api_keys_come_from_the_flag_or_the_environment(
 def test_api_key_of_the_environment_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServerOptions] = []
     monkeypatch.setenv("LMDEPLOY_API_KEYS", "secret")
-    monkeypatch.setattr(server, "run_server", lambda *_, options, **__: seen.append(options))
+    monkeypatch.setattr(server, "run_server", lambda *_, options, **__: seen.append(options) or 0)
     assert main(["serve", "api_server", "smollm2"]) == 0
     assert seen[0].api_keys == ["secret"]
 

@@ -97,16 +97,6 @@ LOGIT_TOLERANCE = 0.05
 WHY = "from lmdeploy import _turbomind; print(_turbomind.cuda_devices())"
 
 
-@pytest.fixture
-def shim() -> Path:
-    """Return the path of the CUDA backend that runs without a GPU."""
-    folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
-    library = folder / "libturbomind_cuda_shim.so"
-    if not library.is_file():
-        pytest.skip(f"no {library}: build there, or set TM_BUILD_FOLDER")
-    return library
-
-
 def why(library: Path) -> str:
     """Return the reason why a library is not used, and check that no device was found."""
     found = re.fullmatch(r"\(\[\], (['\"])(.*)\1\)", run(WHY, library))

@@ -181,16 +181,6 @@ with pipeline(sys.argv[1], backend_config=config) as pipe:
 CHECK_ENV = "from lmdeploy.cli.check_env import gpus; print(list(gpus())[1])"
 
 
-@pytest.fixture(scope="module")
-def shim() -> Path:
-    """Return the path of the CUDA backend that runs without a GPU."""
-    folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
-    library = folder / "libturbomind_cuda_shim.so"
-    if not library.is_file():
-        pytest.skip(f"no {library}: build there, or set TM_BUILD_FOLDER")
-    return library
-
-
 def run(code: str, shim: Path, *args: str) -> str:
     """Run code in a subprocess with the shim and a stand-in for cuBLASLt. Return its output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LMDEPLOY_CUDA_LIBRARY": str(shim)}

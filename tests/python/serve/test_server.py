@@ -118,6 +118,26 @@ def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
         assert told[-1]["choices"][0]["finish_reason"] == reason
 
 
+def test_server_whose_engine_fails_ends_its_requests_and_stops(caplog):
+    engine = make_engine(lambda _: "a" * 10_000, step_seconds=0.01, session_len=20_000)
+    app = make_app(engine, ServerOptions(model_name="m"))
+    with bind("127.0.0.1", 0) as sock:
+        listen(sock, "127.0.0.1")
+        server = GracefulServer(uvicorn.Config(app, log_level="error"), engine, grace=30)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            engine.running.core.fail("out of luck.")
+            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        thread.join(20)
+    assert "out of luck" in told[-1]["error"]["message"]
+    assert not thread.is_alive() and server.engine_has_failed and engine.running.core.closed
+    assert caplog.messages == ["The engine has failed: out of luck. The server stops."]
+
+
 def test_curl_line_has_url_and_api_key():
     line = curl_line("http://127.0.0.1:23333", "smollm2", with_key=True)
     assert line.startswith("curl http://127.0.0.1:23333/v1/chat/completions") and "Bearer" in line

@@ -37,8 +37,8 @@ GpuProperties Resolve(int gpu) {
   }
   GpuProperties properties = PropertiesOf(gpu);
   if (properties.sm < kMinSm) {
-    throw InvalidArgument("GPU " + std::to_string(gpu) + ": " + properties.name +
-                          " has compute capability " + std::to_string(properties.sm / 10) + "." +
+    throw InvalidArgument(properties.name + " has compute capability " +
+                          std::to_string(properties.sm / 10) + "." +
                           std::to_string(properties.sm % 10) + "; 8.0 or newer is required");
   }
   UseGpu(gpu);

@@ -68,12 +68,12 @@ void RequireKernels(int gpu) {
   const std::unique_ptr<void, void (*)(void*)> memory(AllocateGpu(sizeof(int32_t)), FreeGpu);
   try {
     Launch(Probe, {}, stream.get(), ProbeParams{static_cast<int32_t*>(memory.get())});
-    Synchronize(stream.get());
   } catch (const InternalError& error) {
     throw InvalidArgument("SM " + std::to_string(PropertiesOf(gpu).sm) +
                           " is not supported. The library was built for " + TM_CUDA_ARCHS +
                           " (TM_CUDA_ARCHS): " + error.what());
   }
+  Synchronize(stream.get());
 }
 
 // Return the candidates for cuBLASLt. The shim loads only a library named by the environment
@@ -99,9 +99,8 @@ Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexce
     CudaDeviceOptions resolved = options;
     resolved.cublas_lt = CublasLtLibraries(options);
     resolved.kernels = TM_CUDA_KERNELS;
-    auto device = MakeDevice(gpu, resolved);
-    RequireKernels(gpu);
-    return device.release();
+    RequireKernels(gpu);  // before the device, which may launch kernels when it is made
+    return MakeDevice(gpu, resolved).release();
   });
 }
 

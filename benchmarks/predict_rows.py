@@ -1,0 +1,364 @@
+"""Predict the time of linear layers with many rows, and of experts, on a GPU from counts.
+
+    pip install nvidia-cuda-nvdisasm
+    python benchmarks/predict_rows.py [--nvdisasm PATH]
+
+The model is that of predict_linear.py, with its constants. TileKernel (linear_tile.cuh) and
+StreamKernel with two tiles of outputs are compiled for SM 90 and their loops counted. What the
+model has in addition:
+
+* A wave lasts as long as its SM with the most blocks. Waves of blocks follow each other, and every
+  block takes BLOCK_CYCLES to find its rows and to add and store its sums.
+* A layer takes at least the time in which a copy would read its weights once.
+* Weights and rows of x pass from L2 to the SMs at L2_BYTES a cycle. A warp of StreamKernel reads
+  the rows in FP32, a block of TileKernel in BF16.
+* The tensor cores take MMA_CYCLES for a product of 16 x 8 x 16: mma.sync is assumed to reach 62 %
+  of the rate of wgmma. That limits none of the products below.
+* Rows of x are rounded by a launch of their own, and slices in blocks of their own are added by
+  one.
+* linear_wide.cuh, with warp groups, is not in the model.
+* The rows of an expert are binomial: every token goes to TOP of EXPERTS.
+
+The first table compares the model with what d9c15d8 measured on an H100, of which its own counts
+are given here. The second predicts the kernels of this tree, which no GPU has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from predict_linear import (
+    CLOCK_GHZ,
+    COPY_GBPS,
+    COPY_SHARE,
+    ISSUE_SHARE,
+    LATENCY,
+    LAUNCH_CYCLES,
+    MAX_SLICES,
+    MIN_UNITS,
+    MOST_BLOCKS,
+    MOST_WARPS,
+    REGISTERS,
+    ROOT,
+    ROW_SHARE,
+    SHARED_BYTES,
+    SMS,
+    UNITS,
+    WANTED_WARPS,
+    WEIGHT_FORMATS,
+)
+
+BLOCK_CYCLES = 700  # assumed: about 200 instructions of a warp, a barrier and the stores
+MMA_CYCLES = 6.5
+EXPERTS, TOP = 32, 4
+# What the profiler adds to an op: BF16, 28,672 x 4,096 with 32 rows takes 155.7 us with it, and
+# 148.3 in a graph.
+PROFILE_US = 7.4
+L2_BYTES = 23.7  # that an SM reads from L2 in a cycle: assumed, 5.6 TB/s for all SMs
+TILE_WARPS, TILE_TILES = 4, 2
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The counts of a compiled kernel. Instructions and products are those of a unit of a warp."""
+
+    is_tile: bool
+    rows: int  # of a block
+    registers: int
+    instructions: int
+    products: int
+    in_flight: int  # units
+    shared: int  # of a warp of StreamKernel, or of a block of TileKernel
+
+    @property
+    def tiles(self) -> int:
+        """Return the tiles of 16 outputs of a warp."""
+        return TILE_TILES
+
+    @property
+    def block_outputs(self) -> int:
+        """Return the outputs of a block."""
+        return 16 * self.tiles * (TILE_WARPS if self.is_tile else 1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A product of some rows, or of the rows that `rows` tokens send to experts."""
+
+    kind: str
+    outputs: int
+    cols: int
+    rows: int
+    measured: float = 0.0  # microseconds on an H100 at d9c15d8
+    experts: bool = False
+    is_profiled: bool = False  # measured with the profiler
+
+    @property
+    def measured_us(self) -> float:
+        """Return the measured time without the profiler."""
+        return self.measured - (PROFILE_US if self.is_profiled else 0)
+
+    @property
+    def units(self) -> int:
+        """Return the units of a tile of 16 outputs."""
+        return -(-self.cols // UNITS[self.kind][1])
+
+    @property
+    def slices(self) -> int:
+        """Return the slices of the columns, as NumSlices does."""
+        most = min(MAX_SLICES, WANTED_WARPS // -(-self.outputs // 16), self.units // MIN_UNITS)
+        return 1 << (max(most, 1).bit_length() - 1)
+
+    def row_blocks(self, rows: int) -> float:
+        """Return how many blocks of up to `rows` rows there are, for experts on average."""
+        if not self.experts:
+            return -(-self.rows // rows)
+        share = TOP / EXPERTS
+        return EXPERTS * sum(
+            math.comb(self.rows, n) * share**n * (1 - share) ** (self.rows - n) * -(-n // rows)
+            for n in range(1, self.rows + 1)
+        )
+
+    @property
+    def copy_us(self) -> float:
+        """Return the time in which a copy would read the weights once."""
+        matrices = self.row_blocks(self.rows) if self.experts else 1
+        num_bytes = matrices * -(-self.outputs // 16) * self.units * UNITS[self.kind][0]
+        return num_bytes / COPY_GBPS / 1e3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says about one product."""
+
+    blocks: float
+    resident: int
+    waves: float
+    idle: float  # of the places of the last wave
+    in_flight_kib: float  # weights that an SM waits for
+    us: float
+
+
+def predict(work: Work, kernel: Kernel) -> Prediction:
+    """Predict the time of a product."""
+    slices, unit_bytes = work.slices, UNITS[work.kind][0]
+    row_blocks = work.row_blocks(kernel.rows)
+    blocks: float = row_blocks * -(-work.outputs // kernel.block_outputs)
+    in_parts = kernel.is_tile and slices > 1 and blocks < SMS
+    blocks *= slices if in_parts else 1
+    warps = TILE_WARPS if kernel.is_tile else slices
+    units = work.units / (slices if in_parts or not kernel.is_tile else 1)
+    has_totals = kernel.is_tile and slices > 1 and not in_parts
+    totals = kernel.rows * kernel.block_outputs * 4 if has_totals else 0
+    shared = kernel.shared * (1 if kernel.is_tile else warps) + totals
+    resident = min(
+        REGISTERS // (-(-kernel.registers // 8) * 8 * 32 * warps),
+        SHARED_BYTES // (shared + 1024),
+        MOST_WARPS // warps,
+        MOST_BLOCKS,
+    )
+
+    filled = work.rows * TOP / row_blocks if work.experts else min(kernel.rows, work.rows)
+    x_bytes = filled * UNITS[work.kind][1] * (2 / TILE_WARPS if kernel.is_tile else 4)
+
+    def wave(blocks_of_sm: int) -> float:
+        per_scheduler = blocks_of_sm * warps / 4
+        issue = per_scheduler * kernel.instructions
+        tensor = per_scheduler * kernel.products * MMA_CYCLES
+        by_l2 = blocks_of_sm * warps * (kernel.tiles * unit_bytes + x_bytes) / L2_BYTES
+        if kernel.in_flight == 1:
+            cycles = units * max(LATENCY + issue, tensor, by_l2)
+        else:
+            by_latency = LATENCY / kernel.in_flight
+            cycles = units * max(issue / ISSUE_SHARE, tensor, by_l2, by_latency) + LATENCY
+        return cycles + BLOCK_CYCLES
+
+    waves = blocks / (SMS * resident)
+    full, rest = divmod(blocks / SMS, resident)
+    cycles = full * wave(resident) + (wave(math.ceil(rest)) if rest else 0)
+    share = ROW_SHARE if work.kind == "bf16" else COPY_SHARE
+    us = max(cycles / CLOCK_GHZ / 1e3, work.copy_us / share) + LAUNCH_CYCLES / CLOCK_GHZ / 1e3
+    if kernel.is_tile:
+        products = work.rows * (TOP if work.experts else 1)
+        us += LAUNCH_CYCLES / CLOCK_GHZ / 1e3 + 6 * products * work.cols / COPY_GBPS / 1e3
+    if in_parts:
+        us += LAUNCH_CYCLES / CLOCK_GHZ / 1e3
+    flight = min(resident, blocks / SMS) * warps * kernel.tiles * kernel.in_flight * unit_bytes
+    return Prediction(blocks, resident, waves, math.ceil(waves) - waves, flight / 1024, us)
+
+
+GATE_UP, DOWN = (5760, 2880), (2880, 2880)  # of GPT-OSS-20B
+# Measured at d9c15d8: bench_gpu.py and, with is_profiled, bench_engine.py --profile.
+WORKS = (
+    Work("q4_0", 28672, 4096, 32, 60.2),
+    Work("q4_0", 28672, 4096, 128, 174.8),
+    Work("bf16", 28672, 4096, 32, 148.3),
+    Work("bf16", 6144, 4096, 32, 45.5, is_profiled=True),
+    Work("bf16", 4096, 4096, 32, 37.3, is_profiled=True),
+    Work("bf16", 4096, 14336, 32, 85.7, is_profiled=True),
+    Work("mxfp4", *GATE_UP, 32, 181.4, experts=True, is_profiled=True),
+    Work("mxfp4", *DOWN, 32, 98.7, experts=True, is_profiled=True),
+    Work("mxfp4", *GATE_UP, 128, 307.7, experts=True, is_profiled=True),
+    Work("mxfp4", *DOWN, 128, 165.3, experts=True, is_profiled=True),
+)
+PREDICTED = (
+    *(Work("q4_0", 28672, 4096, rows) for rows in (32, 64, 128)),
+    *(Work("mxfp4", 28672, 4096, rows) for rows in (32, 64, 128)),
+    *(Work("bf16", 28672, 4096, rows) for rows in (32, 64, 128)),
+    *(Work("mxfp4", *shape, rows, experts=True) for rows in (32, 128) for shape in (GATE_UP, DOWN)),
+)
+Form = tuple[bool, str, int]  # is_tile, kind, tiles of 8 rows
+
+
+def form_of(work: Work) -> Form:
+    """Return TileKernel as RunTile chooses it, or StreamKernel for experts.
+
+    The rows of experts here are few: StreamKernel computes 16 at a time.
+    """
+    if work.experts:
+        return False, work.kind, 2
+    return True, work.kind, 8 if work.rows > 32 else 4
+
+
+# Compiled from d9c15d8: registers by ptxas, instructions and products of a unit in SASS without the
+# sums of slices, which a unit in 16 or more adds. Loads of weights share a scoreboard.
+OLD: dict[Form, Kernel] = {
+    (True, "q4_0", 4): Kernel(True, 32, 185, 310, 32, 1, 16384),
+    (True, "q4_0", 8): Kernel(True, 64, 244, 463, 64, 1, 32768),
+    (True, "bf16", 4): Kernel(True, 32, 132, 128, 16, 1, 8192),
+    (False, "mxfp4", 2): Kernel(False, 16, 107, 261, 16, 1, 2048),
+}
+
+
+def loop_of_copies(sass: str) -> list[str]:
+    """Return the instructions of the loop that waits for copies, without the sums of slices."""
+    place: dict[str, int] = {}
+    lines: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            place[label[1]] = len(lines)
+        elif code := re.match(r"\s*/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            lines.append(code[1])
+
+    def target(i: int) -> int | None:
+        found = re.search(r"BRA `\((\.L_x_\d+)\)", lines[i])
+        return None if found is None else place.get(found[1])
+
+    loops = []
+    for end in range(len(lines)):
+        begin = target(end)
+        if begin is None or begin > end:
+            continue
+        if any("DEPBAR.LE" in x for x in lines[begin:end]):
+            loops.append((end - begin, begin, end))
+    if not loops:
+        raise ValueError("no loop waits for copies")
+    _, begin, end = min(loops)
+    dropped: set[int] = set()
+    for i in range(begin, end):
+        after = target(i)
+        if after is not None and i < after <= end + 1:
+            skipped = lines[i + 1 : after]
+            # Sums go to shared memory, and no product is skipped.
+            stores = any(re.search(r"\bSTS\b", x) for x in skipped)
+            if stores and not any("HMMA" in x for x in skipped):
+                dropped.update(range(i + 1, after))
+    return [lines[i] for i in range(begin, end + 1) if i not in dropped]
+
+
+def count(form: Form, *, nvdisasm: str, folder: Path) -> Kernel:
+    """Compile a kernel of this tree for SM 90 and count."""
+    is_tile, kind, row_tiles = form
+    header = "linear_tile" if is_tile else "linear_stream"
+    sizes_of_block = str(row_tiles) if is_tile else f"{TILE_TILES}, {row_tiles}"
+    name = "Tile" if is_tile else "Stream"
+    shared = "SharedBytes(false)" if is_tile else "SharedBytes(1)"
+    source, cubin = folder / "one.cu", folder / "one.cubin"
+    source.write_text(
+        f'#include "turbomind/backend/cuda/linear/{header}.cuh"\n'
+        "using namespace turbomind;\nusing namespace turbomind::cuda;\n"
+        f"using C = {name}Config<MatrixFormat::{WEIGHT_FORMATS[kind]}, {sizes_of_block}>;\n"
+        f"template __global__ void turbomind::cuda::{name}Kernel<C>({name}Params);\n"
+        f"__device__ int sizes[] = {{C::{shared}, C::kStages, C::kRows, C::kTiles}};\n"
+    )
+    command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{ROOT / 'src'}"]
+    command += ["--expt-relaxed-constexpr", "-Xptxas=-v", "-cubin", "-o", str(cubin), str(source)]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(rf"{name}Kernel.*?Used (\d+) registers", log, re.S)
+    sass = subprocess.run(
+        [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
+    data = subprocess.run([nvdisasm, str(cubin)], capture_output=True, text=True, check=True).stdout
+    sizes = sizes_of(data)
+    if used is None or sizes[3] != TILE_TILES:
+        raise ValueError(f"ptxas names no registers, or the kernel has {sizes[3]} tiles")
+    loop = loop_of_copies(sass)
+    products = sum("HMMA" in line for line in loop)
+    return Kernel(is_tile, sizes[2], int(used[1]), len(loop), products, sizes[1] - 1, sizes[0])
+
+
+def sizes_of(data: str) -> list[int]:
+    """Return the integers of the variable `sizes` in a disassembly."""
+    found = re.search(r"^sizes:\n((?:.*\.byte.*\n)+)", data, re.M)
+    if found is None:
+        raise ValueError("the disassembly has no variable `sizes`")
+    raw = bytes(int(x, 16) for x in re.findall(r"0x([0-9a-f]{2})\b", found[1]))
+    return [word for (word,) in struct.iter_unpack("<i", raw)]
+
+
+def print_table(title: str, works: Sequence[Work], *, kernels: dict[Form, Kernel]) -> None:
+    """Print the counts and predictions of some products."""
+    measured = bool(works[0].measured)
+    last = "measured | error" if measured else "of a copy"
+    print(f"\n{title}\n")
+    print(
+        "| product | rows | registers | instructions a weight | blocks an SM | waves | idle in the "
+        f"last | in flight an SM | predicted | {last} |"
+    )
+    print("| --- |" + " ---: |" * (10 if measured else 9))
+    for work in works:
+        kernel = kernels[form_of(work)]
+        found = predict(work, kernel)
+        weights = 16 * kernel.tiles * UNITS[work.kind][1]
+        name = "32 experts of " if work.experts else ""
+        end = f"{work.copy_us / found.us * 100:.0f} %"
+        if measured:
+            end = f"{work.measured_us:.1f} | {(found.us / work.measured_us - 1) * 100:+.0f} %"
+        print(
+            f"| {name}{work.kind}, {work.outputs:,} x {work.cols:,} | {work.rows} | "
+            f"{kernel.registers} | {kernel.instructions * 32 / weights:.1f} | {found.resident} | "
+            f"{found.waves:.2f} | {found.idle * 100:.0f} % | {found.in_flight_kib:.0f} KiB | "
+            f"{found.us:.1f} | {end} |"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
+    options = parser.parse_args(arguments)
+    print_table("Kernels of d9c15d8, microseconds", WORKS, kernels=OLD)
+    if not options.nvdisasm or not shutil.which("nvcc"):
+        print("predict_rows.py: this tree needs nvcc and nvdisasm", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        new = {
+            form: count(form, nvdisasm=options.nvdisasm, folder=Path(folder))
+            for form in dict.fromkeys(map(form_of, PREDICTED))
+        }
+    print_table("Kernels of this tree, predicted", PREDICTED, kernels=new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
