@@ -18,9 +18,13 @@ model has in addition:
   one.
 * linear_wide.cuh, with warp groups, is not in the model.
 * The rows of an expert are binomial: every token goes to TOP of EXPERTS.
+* The blocks of WideKernel (linear_wide.cuh) fill the GPU and compute whole items while there are
+  enough. They share the last ones, whose sums pass through L2. wgmma takes half a cycle for a row
+  of 64 x 16 weights, and its products overlap the other instructions.
 
 The first table compares the model with what d9c15d8 measured on an H100, of which its own counts
-are given here. The second predicts the kernels of this tree, which no GPU has run.
+are given here. The second predicts the kernels of this tree, which no GPU has run. The third is for
+those of warp groups, whose model no measurement has checked.
 """
 
 from __future__ import annotations
@@ -197,6 +201,75 @@ def predict(work: Work, kernel: Kernel) -> Prediction:
     return Prediction(blocks, resident, waves, math.ceil(waves) - waves, flight / 1024, us)
 
 
+@dataclass(frozen=True)
+class Wide:
+    """The counts of a compiled WideKernel. Instructions and products are a warp's, of a step."""
+
+    rows: int  # of a block
+    registers: int
+    instructions: int
+    products: int
+    resident: int  # blocks of an SM
+    outputs: int  # of a block
+    step_bytes: int  # of weights
+    ahead: int  # steps of copies
+
+
+WIDE_WARPS, WIDE_COLS = 8, 64
+MIN_BUSY = 5 / 6  # of the blocks for the last items, unless they share them: WideSchedule
+
+
+def predict_wide(work: Work, kernel: Wide) -> Prediction:
+    """Predict the time of a product by warp groups."""
+    row_tiles = work.row_blocks(kernel.rows)
+    items = row_tiles * -(-work.outputs // kernel.outputs)
+    steps = -(-work.cols // WIDE_COLS)
+    grid = SMS * kernel.resident
+    filled = work.rows * TOP / row_tiles if work.experts else min(kernel.rows, work.rows)
+    step_bytes = kernel.step_bytes + filled * WIDE_COLS * 2
+
+    def step(blocks: float) -> float:
+        """Return the cycles of a step with so many blocks on each SM."""
+        issue = blocks * WIDE_WARPS * kernel.instructions / 4 / ISSUE_SHARE
+        tensor = blocks * WIDE_WARPS / 4 * kernel.products * kernel.rows / 2
+        return max(issue, tensor, blocks * step_bytes / L2_BYTES, LATENCY / kernel.ahead)
+
+    full, rest = divmod(items, grid)
+    cycles = full * (steps * step(kernel.resident) + LATENCY + BLOCK_CYCLES)
+    if rest >= MIN_BUSY * grid:
+        cycles += steps * step(math.ceil(rest / SMS)) + LATENCY + BLOCK_CYCLES
+    elif rest:
+        parts = 2 * kernel.resident * kernel.outputs * kernel.rows * 4 / L2_BYTES
+        cycles += rest / grid * steps * step(kernel.resident) + parts + LATENCY + BLOCK_CYCLES
+    us = max(cycles / CLOCK_GHZ / 1e3, work.copy_us / COPY_SHARE)
+    x_us = 6 * work.rows * (TOP if work.experts else 1) * work.cols / COPY_GBPS / 1e3
+    us += 2 * LAUNCH_CYCLES / CLOCK_GHZ / 1e3 + x_us
+    idle = 1 - rest / grid if rest >= MIN_BUSY * grid else 0.0
+    flight = kernel.resident * kernel.ahead * kernel.step_bytes / 1024
+    return Prediction(items, kernel.resident, items / grid, idle, flight, us)
+
+
+def wide_rows(work: Work) -> int:
+    """Return the rows of a tile, as RunWide chooses them."""
+    rows = -(-work.rows * TOP // EXPERTS) if work.experts else work.rows
+    return 32 if rows <= 32 else 64 if rows <= 64 else 128
+
+
+def count_wide(kind: str, *, rows: int, nvdisasm: str, folder: Path) -> Wide:
+    """Compile a WideKernel of this tree and count."""
+    sizes, registers, loop = compile_kernel(
+        "linear_wide",
+        config=f"WideConfig<MatrixFormat::{WEIGHT_FORMATS[kind]}, {rows}>",
+        kernel="Wide",
+        sizes="C::kBlocksPerSm, C::kOutputs, C::kStepBytes - C::kStageBytes, C::kAhead",
+        nvdisasm=nvdisasm,
+        folder=folder,
+    )
+    products = sum("HGMMA" in line for line in loop)
+    resident, outputs, step_bytes, ahead = sizes
+    return Wide(rows, registers, len(loop), products, resident, outputs, step_bytes, ahead)
+
+
 GATE_UP, DOWN = (5760, 2880), (2880, 2880)  # of GPT-OSS-20B
 # Measured at d9c15d8: bench_gpu.py and, with is_profiled, bench_engine.py --profile.
 WORKS = (
@@ -276,35 +349,61 @@ def loop_of_copies(sass: str) -> list[str]:
     return [lines[i] for i in range(begin, end + 1) if i not in dropped]
 
 
-def count(form: Form, *, nvdisasm: str, folder: Path) -> Kernel:
-    """Compile a kernel of this tree for SM 90 and count."""
-    is_tile, kind, row_tiles = form
-    header = "linear_tile" if is_tile else "linear_stream"
-    sizes_of_block = str(row_tiles) if is_tile else f"{TILE_TILES}, {row_tiles}"
-    name = "Tile" if is_tile else "Stream"
-    shared = "SharedBytes(false)" if is_tile else "SharedBytes(1)"
+def compile_kernel(
+    header: str, *, config: str, kernel: str, sizes: str, nvdisasm: str, folder: Path
+) -> tuple[list[int], int, list[str]]:
+    """Compile a kernel of this tree for SM 90.
+
+    Args:
+        header: the file in backend/cuda/linear.
+        config: the type of the kernel's argument, `C`.
+        kernel: the name, without "Kernel".
+        sizes: integer expressions of `C`.
+        nvdisasm: the program.
+        folder: an empty folder.
+
+    Returns:
+        the sizes, the registers of a thread, and the loop that waits for copies.
+    """
     source, cubin = folder / "one.cu", folder / "one.cubin"
     source.write_text(
         f'#include "turbomind/backend/cuda/linear/{header}.cuh"\n'
         "using namespace turbomind;\nusing namespace turbomind::cuda;\n"
-        f"using C = {name}Config<MatrixFormat::{WEIGHT_FORMATS[kind]}, {sizes_of_block}>;\n"
-        f"template __global__ void turbomind::cuda::{name}Kernel<C>({name}Params);\n"
-        f"__device__ int sizes[] = {{C::{shared}, C::kStages, C::kRows, C::kTiles}};\n"
+        f"using C = {config};\n"
+        f"template __global__ void turbomind::cuda::{kernel}Kernel<C>({kernel}Params);\n"
+        f"__device__ int sizes[] = {{{sizes}}};\n"
     )
     command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{ROOT / 'src'}"]
     command += ["--expt-relaxed-constexpr", "-Xptxas=-v", "-cubin", "-o", str(cubin), str(source)]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used = re.search(rf"{name}Kernel.*?Used (\d+) registers", log, re.S)
+    used = re.search(rf"{kernel}Kernel.*?Used (\d+) registers", log, re.S)
+    if used is None:
+        raise ValueError("ptxas names no registers")
     sass = subprocess.run(
         [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
     ).stdout
     data = subprocess.run([nvdisasm, str(cubin)], capture_output=True, text=True, check=True).stdout
-    sizes = sizes_of(data)
-    if used is None or sizes[3] != TILE_TILES:
-        raise ValueError(f"ptxas names no registers, or the kernel has {sizes[3]} tiles")
-    loop = loop_of_copies(sass)
+    return sizes_of(data), int(used[1]), loop_of_copies(sass)
+
+
+def count(form: Form, *, nvdisasm: str, folder: Path) -> Kernel:
+    """Compile a TileKernel or a StreamKernel of this tree and count."""
+    is_tile, kind, row_tiles = form
+    sizes_of_block = str(row_tiles) if is_tile else f"{TILE_TILES}, {row_tiles}"
+    name = "Tile" if is_tile else "Stream"
+    shared = "SharedBytes(false)" if is_tile else "SharedBytes(1)"
+    sizes, registers, loop = compile_kernel(
+        "linear_tile" if is_tile else "linear_stream",
+        config=f"{name}Config<MatrixFormat::{WEIGHT_FORMATS[kind]}, {sizes_of_block}>",
+        kernel=name,
+        sizes=f"C::{shared}, C::kStages, C::kRows, C::kTiles",
+        nvdisasm=nvdisasm,
+        folder=folder,
+    )
+    if sizes[3] != TILE_TILES:
+        raise ValueError(f"the kernel has {sizes[3]} tiles")
     products = sum("HMMA" in line for line in loop)
-    return Kernel(is_tile, sizes[2], int(used[1]), len(loop), products, sizes[1] - 1, sizes[0])
+    return Kernel(is_tile, sizes[2], registers, len(loop), products, sizes[1] - 1, sizes[0])
 
 
 def sizes_of(data: str) -> list[int]:
@@ -316,9 +415,32 @@ def sizes_of(data: str) -> list[int]:
     return [word for (word,) in struct.iter_unpack("<i", raw)]
 
 
-def print_table(title: str, works: Sequence[Work], *, kernels: dict[Form, Kernel]) -> None:
+@dataclass(frozen=True)
+class Row:
+    """A line of a table. `instructions` are those of a lane for a weight."""
+
+    work: Work
+    registers: int
+    instructions: float
+    found: Prediction
+
+
+def row_of(work: Work, kernel: Kernel) -> Row:
+    """Predict a product by TileKernel or StreamKernel."""
+    weights = 16 * kernel.tiles * UNITS[work.kind][1]
+    instructions = kernel.instructions * 32 / weights
+    return Row(work, kernel.registers, instructions, predict(work, kernel))
+
+
+def wide_row_of(work: Work, kernel: Wide) -> Row:
+    """Predict a product by WideKernel."""
+    instructions = kernel.instructions * 32 * WIDE_WARPS / (kernel.outputs * WIDE_COLS)
+    return Row(work, kernel.registers, instructions, predict_wide(work, kernel))
+
+
+def print_table(title: str, rows: Sequence[Row]) -> None:
     """Print the counts and predictions of some products."""
-    measured = bool(works[0].measured)
+    measured = bool(rows[0].work.measured)
     last = "measured | error" if measured else "of a copy"
     print(f"\n{title}\n")
     print(
@@ -326,17 +448,15 @@ def print_table(title: str, works: Sequence[Work], *, kernels: dict[Form, Kernel
         f"last | in flight an SM | predicted | {last} |"
     )
     print("| --- |" + " ---: |" * (10 if measured else 9))
-    for work in works:
-        kernel = kernels[form_of(work)]
-        found = predict(work, kernel)
-        weights = 16 * kernel.tiles * UNITS[work.kind][1]
+    for row in rows:
+        work, found = row.work, row.found
         name = "32 experts of " if work.experts else ""
         end = f"{work.copy_us / found.us * 100:.0f} %"
         if measured:
             end = f"{work.measured_us:.1f} | {(found.us / work.measured_us - 1) * 100:+.0f} %"
         print(
             f"| {name}{work.kind}, {work.outputs:,} x {work.cols:,} | {work.rows} | "
-            f"{kernel.registers} | {kernel.instructions * 32 / weights:.1f} | {found.resident} | "
+            f"{row.registers} | {row.instructions:.1f} | {found.resident} | "
             f"{found.waves:.2f} | {found.idle * 100:.0f} % | {found.in_flight_kib:.0f} KiB | "
             f"{found.us:.1f} | {end} |"
         )
@@ -347,16 +467,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
     options = parser.parse_args(arguments)
-    print_table("Kernels of d9c15d8, microseconds", WORKS, kernels=OLD)
+    old = [row_of(work, OLD[form_of(work)]) for work in WORKS]
+    print_table("Kernels of d9c15d8, microseconds", old)
     if not options.nvdisasm or not shutil.which("nvcc"):
         print("predict_rows.py: this tree needs nvcc and nvdisasm", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         new = {
-            form: count(form, nvdisasm=options.nvdisasm, folder=Path(folder))
+            form: count(form, nvdisasm=options.nvdisasm, folder=folder)
             for form in dict.fromkeys(map(form_of, PREDICTED))
         }
-    print_table("Kernels of this tree, predicted", PREDICTED, kernels=new)
+        sizes = dict.fromkeys((work.kind, wide_rows(work)) for work in PREDICTED)
+        wide = {
+            size: count_wide(size[0], rows=size[1], nvdisasm=options.nvdisasm, folder=folder)
+            for size in sizes
+        }
+    rows = [row_of(work, new[form_of(work)]) for work in PREDICTED]
+    print_table("Kernels of this tree, predicted", rows)
+    rows = [wide_row_of(work, wide[work.kind, wide_rows(work)]) for work in PREDICTED]
+    print_table("Warp groups, predicted", rows)
     return 0
 
 
