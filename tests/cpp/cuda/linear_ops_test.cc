@@ -33,9 +33,9 @@ namespace {
 using testing::SameBits;
 
 constexpr MatrixFormat kFormats[] = {
-    MatrixFormat::kF32,        MatrixFormat::kBF16, MatrixFormat::kQ4_0,
-    MatrixFormat::kQ4_1,       MatrixFormat::kQ8_0, MatrixFormat::kMxfp4,
-    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block};
+    MatrixFormat::kF32,      MatrixFormat::kBF16,  MatrixFormat::kQ4_0,       MatrixFormat::kQ4_1,
+    MatrixFormat::kQ8_0,     MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,
+    MatrixFormat::kFp8Block, MatrixFormat::kNvfp4};
 
 // The error from rounding x, relative to the output's norm. It is 2^-7 / sqrt(12) of the power of
 // two at or below x, and x is 1.35 times that power on average. The margin covers the small number
@@ -166,8 +166,9 @@ TEST_CASE("products by the library agree with FP64") {
     const std::vector<Part> parts = RandomParts({format, format}, {37, 65}, 64);
     const Call call = {512, true, true, 3};
     const std::vector<float> x = RandomVector(call.num_rows * (64 + call.pad), 7);
-    // Weights with scales are rounded as well as x.
-    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, 2);
+    // Weights with scales are rounded as well as x. Those of NVFP4 have few bits.
+    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call,
+                format == MatrixFormat::kNvfp4 ? 1 : 2);
   }
   const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
   const std::vector<float> x = RandomVector(70 * (77 + 3), 7);
@@ -303,8 +304,8 @@ void CheckGrouped(Gpu& gpu, const Groups& groups, const std::vector<int>& sizes,
 TEST_CASE("many rows grouped by expert have the same bits as single rows" *
           doctest::test_suite("small")) {
   Gpu gpu;
-  for (MatrixFormat format :
-       {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kFp8, MatrixFormat::kFp8Block}) {
+  for (MatrixFormat format : {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kNvfp4,
+                              MatrixFormat::kFp8, MatrixFormat::kFp8Block}) {
     const Groups groups = MakeGroups(gpu, format, 3, 37, 704);
     CheckGrouped(gpu, groups, {40, 0, 11}, true);
     CheckGrouped(gpu, groups, {3, 67, 40}, true);

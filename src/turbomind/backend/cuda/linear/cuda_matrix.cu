@@ -97,10 +97,26 @@ void PackMxfp4Block(const Place& at, const uint8_t* bytes, bool split, uint8_t e
   }
 }
 
+// Pack a block of NVFP4 as the part of an output in a unit.
+void PackNvfp4Block(const Place& first, const uint8_t* block) {
+  uint8_t* scales =
+      first.unit + kUnitCodeBytes + first.g * 2 * UnitScaleBytes(MatrixFormat::kNvfp4);
+  for (int group = 0; group < kNvBlock / kNvGroup; ++group) {
+    scales[group % 2 * 4 + first.half * 2 + group / 2] = block[group];
+  }
+  for (int i = 0; i < kNvBlock / 8; ++i) {
+    uint8_t codes[8];
+    for (int c = 0; c < 8; ++c) {
+      codes[c] = NvCode(block, 8 * i + c);
+    }
+    StoreWord(first, i % 4, 2 * (i / 4) + first.half, PackE2m1(codes));
+  }
+}
+
 void PackBlocks(const MatrixSource& source, int64_t row, uint8_t* tile) {
   const MatrixFormat stored = StoredFormat(source.format);
-  const int per_unit = UnitCols(stored) / kQuantBlock;
-  const int64_t blocks = source.cols / kQuantBlock;
+  const int per_unit = UnitCols(stored) / SourceBlockCols(stored);
+  const int64_t blocks = source.cols / SourceBlockCols(stored);
   const bool split = source.format == MatrixFormat::kMxfp4Split;
   const auto* exponents = static_cast<const uint8_t*>(source.scales);
   const uint8_t* block = SourceRow(source, row);
@@ -112,6 +128,8 @@ void PackBlocks(const MatrixSource& source, int64_t row, uint8_t* tile) {
       PackMxfp4Block(at, block, true, exponents[row * blocks + b]);
     } else if (stored == MatrixFormat::kMxfp4) {
       PackMxfp4Block(at, block + 1, false, block[0]);
+    } else if (stored == MatrixFormat::kNvfp4) {
+      PackNvfp4Block(at, block);
     } else if (stored == MatrixFormat::kQ8_0) {
       PackInt8Block(at, block);
     } else {
@@ -247,6 +265,9 @@ std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& upl
   }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
   auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);
+  if (HasFactor(stored)) {
+    matrix->factor = 0x1p8f * source.factor;
+  }
   uploader.Upload(matrix->data(), NumTiles(source.rows), TileBytes(stored, source.cols),
                   [&](int64_t tile, uint8_t* out) { PackTile(source, stored, tile, out); });
   return matrix;

@@ -14,7 +14,8 @@ struct EmbedKernelParams {
   const int32_t* ids = nullptr;  // [gridDim.x]
   float* out = nullptr;          // [gridDim.x, cols]
   int cols = 0;
-  float scale = 1.f;  // factor of every value
+  float factor = 1.f;  // of the table, which belongs to the scales
+  float scale = 1.f;   // factor of every value
 };
 
 inline constexpr int kEmbedThreads = 128;
@@ -54,7 +55,11 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
 #pragma unroll
     for (int b = 0; b < W::kBlocks; ++b) {
       uint32_t both[2][4];
-      W::Expand(unit, b, both);
+      if constexpr (W::kProducts) {
+        W::ExpandCodes(unit, b, both);
+      } else {
+        W::Expand(unit, b, both);
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const bool mine = b == block && h == half;
@@ -70,6 +75,7 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
         }
       }
     }
+    scale *= params.factor;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const uint32_t pair = pairs[p];

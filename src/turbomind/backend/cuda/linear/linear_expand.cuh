@@ -1,7 +1,7 @@
 #pragma once
 
 // ⑥ Expands weights with block scales to BF16 [outputs, cols], for libraries that support nothing
-// else. This rounds, because a scale has more bits than BF16.
+// else. This rounds, because a scale has more bits than BF16, except with kProducts.
 
 #include <cmath>
 #include <cstdint>

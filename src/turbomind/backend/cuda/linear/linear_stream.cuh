@@ -264,7 +264,7 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
     for (int slice = 1; slice < params.slices; ++slice) {
       sum += LoadShared<float>(shared + slice * kWarpFloats + at);
     }
-    StoreOutput(params.linear, block, row, block.first_output + output, sum);
+    StoreOutput<HasFactor(C::kFormat)>(params.linear, block, row, block.first_output + output, sum);
   }
 }
 

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(32 * C::kWarps, 2) TileKernel(TileParams param
   SumSlices<C>(params, block, slice, in_parts ? slice + 1 : params.slices, sums);
   if (!in_parts) {
     ForEachSum<C>(block, [&](int m, int n, int i, int row, int output) {
-      StoreOutput(params.linear, block, row, output, sums[m][n][i]);
+      StoreOutput<HasFactor(C::kFormat)>(params.linear, block, row, output, sums[m][n][i]);
     });
     return;
   }
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) AddPartsKernel(TileParams params) {
   for (int slice = 1; slice < params.slices; ++slice) {
     sum += LoadGlobal(part + slice * stride);
   }
-  StoreOutput(params.linear, block, 0, output, sum);
+  StoreOutput<true>(params.linear, block, 0, output, sum);
 }
 
 }  // namespace turbomind::cuda

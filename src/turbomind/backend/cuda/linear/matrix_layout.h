@@ -5,14 +5,12 @@
 //
 // Outputs are cut into tiles of 16 and columns into units. Positions past the end of the matrix are
 // zero. A tile of a quantized matrix is a run of units. Each unit has:
-//   512 bytes of codes, 16 per lane of a warp. Lane 4 global_scale + t has columns 8 t .. 8 t + 7
-//   of each
-//     block of 32, for the outputs global_scale and global_scale + 8:
-//       kQ4_0, kQ4_1, MXFP4: word 2 block + half, eight codes (weight_fragments.cuh)
-//       kQ8_0: words 2 half and 2 half + 1, four codes each
-//   then, for global_scale = 0..7, the scales [block][half] of the outputs global_scale + 8 half:
-//   FP16 d (kQ4_1: all d,
-//     then all m) or E8M0
+//   512 bytes of codes, 16 per lane of a warp. Lane 4 g + t has columns 8 t .. 8 t + 7 of each
+//   block of 32, for the outputs g and g + 8:
+//     kQ4_0, kQ4_1, MXFP4, NVFP4: word 2 block + half, eight codes (weight_fragments.cuh)
+//     kQ8_0: words 2 half and 2 half + 1, four codes each
+//   then, for g = 0..7, the scales of the outputs g + 8 half: FP16 d (kQ4_1: all d, then all m) or
+//   E8M0 as [block][half]; kNvfp4: E4M3 as [t / 2][half][block]
 // A warp thus reads a unit in one coalesced access of 16 bytes per lane, as an operand of the
 // tensor cores. kBF16, kF32 and FP8 are row-major; their rows are padded to whole
 // units, so that libraries can read them. A row of FP8 ends with its FP32 scales in reverse order:
@@ -39,14 +37,13 @@ TM_HD constexpr MatrixFormat StoredFormat(MatrixFormat format) {
   return IsMxfp4(format) ? MatrixFormat::kMxfp4 : format;
 }
 
-// Returns whether there are kernels for the format as it is. K-quants and NVFP4 have none.
-TM_HD constexpr bool HasKernels(MatrixFormat format) {
-  return IsFloat(format) || IsQuantized(format) || IsMxfp4(format) || IsFp8(format);
-}
+// Returns whether there are kernels for the format as it is. K-quants have none.
+TM_HD constexpr bool HasKernels(MatrixFormat format) { return !IsKQuant(format); }
 
-TM_HD constexpr bool HasBlocks(MatrixFormat format) {
-  return IsQuantized(format) || IsMxfp4(format);
-}
+TM_HD constexpr bool HasBlocks(MatrixFormat format) { return !IsFloat(format) && !IsFp8(format); }
+
+// Returns whether all values of a matrix have a factor that is not 1.
+TM_HD constexpr bool HasFactor(MatrixFormat format) { return format == MatrixFormat::kNvfp4; }
 
 TM_HD constexpr int UnitCols(MatrixFormat format) {
   const int bits = InfoOf(format).bits;
@@ -56,9 +53,9 @@ TM_HD constexpr int UnitCols(MatrixFormat format) {
 // Bytes of the scales and minima of one output in a unit.
 TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
   const MatrixFormatInfo info = InfoOf(StoredFormat(format));
-  return HasBlocks(format)
-             ? UnitCols(format) / kQuantBlock * (info.block_bytes - kQuantBlock * info.bits / 8)
-             : 0;
+  return HasBlocks(format) ? UnitCols(format) / info.block_cols *
+                                 (info.block_bytes - info.block_cols * info.bits / 8)
+                           : 0;
 }
 
 // Bytes of a unit, for all outputs of a tile; for FP8 without scales.
@@ -96,6 +93,7 @@ TM_HD constexpr int64_t RowBytes(MatrixFormat format, int64_t cols) {
 
 static_assert(TileBytes(MatrixFormat::kMxfp4, 2880) == 45 * 544);
 static_assert(TileBytes(MatrixFormat::kQ4_1, 4096) == 64 * 640);
+static_assert(TileBytes(MatrixFormat::kNvfp4, 4096) == 64 * 576);
 static_assert(RowBytes(MatrixFormat::kBF16, 100) == 256);
 static_assert(RowBytes(MatrixFormat::kFp8, 4096) == 4096 + 32);
 static_assert(RowBytes(MatrixFormat::kFp8Block, 4096) == 4096 + 32 * 4);

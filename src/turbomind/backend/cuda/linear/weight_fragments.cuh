@@ -7,12 +7,15 @@
 //   kBlocks    blocks of 32 columns per unit
 //   kScaled    values are codes that Scale multiplies
 //   kMinimum   Minimum is added as well
+//   kProducts  values are products of codes and scales, which are exact in BF16
 //   Unit       a lane's (4 g + t) part of a unit: 8 columns of every block, of 2 outputs
 //   Load       loads a unit from a tile
 //   Copy       starts to copy a unit into kStagedBytes of shared memory (cp.async)
 //   LoadStaged loads a unit from there
 //   Expand     block → pairs[half][p]: columns c + 2 p and the next, of the output g + 8 half,
 //              where c is FirstCol
+//   ExpandCodes, Scale   with kProducts: the codes, and the scale of the lane's columns
+// A weight is its value times the factor of the matrix (cuda_matrix.h).
 
 #include <cstdint>
 
@@ -49,18 +52,18 @@ TM_DEVICE void ExpandInt8(uint32_t word, uint32_t* out) {
 }
 
 // Convert eight E2M1 codes. Shifts move a code's bits to BF16's sign, two exponent bits and one
-// mantissa bit. That is the value times 2^-126, which one product normalizes.
-TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
+// mantissa bit. That is the value times 2^-126, which the product with `factor` normalizes.
+inline constexpr uint32_t k2To126 = 0x7e807e80u;
+TM_DEVICE void ExpandE2m1(uint32_t word, uint32_t factor, uint32_t (&out)[4]) {
   constexpr uint32_t kSign = 0x80008000u;
   constexpr uint32_t kLow = 0x01c001c0u;
-  constexpr uint32_t k2To126 = 0x7e807e80u;
   out[0] = word & (kSign | kLow);
   out[1] = (word << 3) & (kSign | kLow);
   out[2] = AndOr(word << 2, kSign, (word << 6) & kLow);
   out[3] = AndOr(word << 1, kSign, (word >> 3) & kLow);
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    out[p] = FmaBFloat2(out[p], k2To126, kBFloatMinusZero);
+    out[p] = FmaBFloat2(out[p], factor, kBFloatMinusZero);
   }
 }
 
@@ -86,13 +89,16 @@ TM_DEVICE int FirstCol(int block, int t) {
 template <MatrixFormat F>
 struct WeightFragments;
 
-// Loads codes in one access of 16 bytes and scales in one of kScaleBytes.
+// Loads codes in one access of 16 bytes and scales in one of kScaleBytes, which kScaleLanes lanes
+// share.
 template <MatrixFormat F>
 struct BlockFragments {
   static constexpr int kBlocks = UnitCols(F) / kQuantBlock;
-  static constexpr int kScaleBytes = 2 * UnitScaleBytes(F);
+  static constexpr int kScaleLanes = HasHalfScales(F) ? 2 : 4;
+  static constexpr int kScaleBytes = 2 * UnitScaleBytes(F) * kScaleLanes / 4;
   static constexpr bool kScaled = true;
   static constexpr bool kMinimum = F == MatrixFormat::kQ4_1;
+  static constexpr bool kProducts = false;
 
   struct Unit {
     Words<16> codes;
@@ -102,8 +108,7 @@ struct BlockFragments {
   static TM_DEVICE Unit Load(const char* tile, int unit, int lane, int64_t) {
     const char* at = tile + static_cast<int64_t>(unit) * UnitBytes(F);
     return {LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + lane * 16)),
-            LoadGlobalOnce(reinterpret_cast<const Words<kScaleBytes>*>(at + kUnitCodeBytes +
-                                                                       (lane >> 2) * kScaleBytes))};
+            LoadGlobalOnce(reinterpret_cast<const Words<kScaleBytes>*>(at + ScalesOf(lane)))};
   }
   static constexpr int kStagedBytes = UnitBytes(F);
   static TM_DEVICE void Copy(const char* tile, int unit, int lane, int64_t, char* stage) {
@@ -115,7 +120,10 @@ struct BlockFragments {
   }
   static TM_DEVICE Unit LoadStaged(const char* stage, int lane) {
     return {LoadShared<Words<16>>(stage + lane * 16),
-            LoadShared<Words<kScaleBytes>>(stage + kUnitCodeBytes + (lane >> 2) * kScaleBytes)};
+            LoadShared<Words<kScaleBytes>>(stage + ScalesOf(lane))};
+  }
+  static TM_DEVICE int ScalesOf(int lane) {
+    return kUnitCodeBytes + lane / kScaleLanes * kScaleBytes;
   }
   static TM_DEVICE float HalfAt(const Unit& unit, int i) {
     return ConvertHalf(unit.scales.v[i / 2] >> (16 * (i % 2)));
@@ -158,8 +166,8 @@ struct WeightFragments<MatrixFormat::kQ8_0> : BlockFragments<MatrixFormat::kQ8_0
 template <>
 struct WeightFragments<MatrixFormat::kMxfp4> : BlockFragments<MatrixFormat::kMxfp4> {
   static TM_DEVICE void Expand(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
-    ExpandMxfp4(unit.codes.v[2 * block], pairs[0]);
-    ExpandMxfp4(unit.codes.v[2 * block + 1], pairs[1]);
+    ExpandE2m1(unit.codes.v[2 * block], k2To126, pairs[0]);
+    ExpandE2m1(unit.codes.v[2 * block + 1], k2To126, pairs[1]);
   }
   // 2^(e - 127). e = 0 counts as zero (its values are below 2^-124); e = 255 is not finite.
   static TM_DEVICE float Scale(const Unit& unit, int block, int half) {
@@ -169,12 +177,42 @@ struct WeightFragments<MatrixFormat::kMxfp4> : BlockFragments<MatrixFormat::kMxf
   }
 };
 
+// A product of a code and a scale has at most 6 significant bits. The factor of the matrix has 2^8
+// of them, so that neither the scales times 2^118, which normalize codes, nor the products leave
+// the range of BF16.
+template <>
+struct WeightFragments<MatrixFormat::kNvfp4> : BlockFragments<MatrixFormat::kNvfp4> {
+  static constexpr bool kScaled = false;
+  static constexpr bool kProducts = true;
+
+  static TM_DEVICE void Expand(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
+    constexpr uint32_t k2To127 = 0x7f007f00u;
+    constexpr uint32_t k2To111 = 0x77007700u;
+    // The scales of both halves times 2^-120, as in ExpandE4m3.
+    uint32_t scales = unit.scales.v[0];
+    scales = (block == 0 ? scales << 4 : scales >> 4) & 0x07f007f0u;
+    scales = FmaBFloat2(FmaBFloat2(scales, k2To127, kBFloatMinusZero), k2To111, kBFloatMinusZero);
+    ExpandE2m1(unit.codes.v[2 * block], SelectBytes(scales, 0, 0x1010), pairs[0]);
+    ExpandE2m1(unit.codes.v[2 * block + 1], SelectBytes(scales, 0, 0x3232), pairs[1]);
+  }
+  static TM_DEVICE void ExpandCodes(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
+    ExpandE2m1(unit.codes.v[2 * block], k2To126, pairs[0]);
+    ExpandE2m1(unit.codes.v[2 * block + 1], k2To126, pairs[1]);
+  }
+  // Times 2^-8: FP16 has the bits of E4M3 with another bias.
+  static TM_DEVICE float Scale(const Unit& unit, int block, int half) {
+    const int byte = 2 * half + block;
+    return ConvertHalf((unit.scales.v[0] >> (8 * byte) & 0x7f) << 7);
+  }
+};
+
 // Row-major weights.
 template <>
 struct WeightFragments<MatrixFormat::kBF16> {
   static constexpr int kBlocks = 1;
   static constexpr bool kScaled = false;
   static constexpr bool kMinimum = false;
+  static constexpr bool kProducts = false;
 
   struct Unit {
     Words<16> rows[2];
@@ -214,6 +252,7 @@ struct Fp8Fragments {
   static constexpr int kBlocks = 2;
   static constexpr bool kScaled = true;
   static constexpr bool kMinimum = false;
+  static constexpr bool kProducts = false;
 
   struct Unit {
     Words<16> rows[2];
