@@ -22,7 +22,8 @@ constexpr double kBound = 0x1p-20;
 
 constexpr MatrixFormat kFormats[] = {
     MatrixFormat::kBF16,       MatrixFormat::kQ4_0, MatrixFormat::kQ4_1,     MatrixFormat::kQ8_0,
-    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block, MatrixFormat::kNvfp4};
+    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block, MatrixFormat::kNvfp4,
+    MatrixFormat::kQ4_K,       MatrixFormat::kQ5_K, MatrixFormat::kQ6_K};
 
 double Rounded(double value) { return BFloat16ToFloat(FloatToBFloat16(static_cast<float>(value))); }
 
@@ -195,6 +196,7 @@ TEST_CASE("warp groups multiply the rows of every expert, however they are sprea
   for (const int num_sms : {1, 4}) {
     CheckWideExperts(MatrixFormat::kMxfp4, {3, 0, 40, 1, 33}, num_sms);
     CheckWideExperts(MatrixFormat::kQ8_0, {0, 0, 150, 0}, num_sms);
+    CheckWideExperts(MatrixFormat::kNvfp4, {3, 0, 70}, num_sms);
     CheckWideExperts(MatrixFormat::kFp8Block, {100, 200, 1}, num_sms);
   }
   std::vector<int> sizes(70);

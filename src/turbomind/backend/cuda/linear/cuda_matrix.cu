@@ -21,16 +21,17 @@ void ReadNibbles(const uint8_t* codes, bool split, uint8_t (&out)[kQuantBlock]) 
   }
 }
 
-// Pack eight codes in the order that ExpandInt4 of weight_fragments.cuh expects.
+// Pack the lower four bits of eight codes in the order that ExpandInt of weight_fragments.cuh
+// expects.
 uint32_t PackInt4(const uint8_t* codes) {
   uint32_t word = 0;
   for (int i = 0; i < 8; ++i) {
-    word |= uint32_t{codes[i]} << (16 * (i % 2) + 4 * (i / 2));
+    word |= (uint32_t{codes[i]} & 15) << (16 * (i % 2) + 4 * (i / 2));
   }
   return word;
 }
 
-// Pack eight codes in the order that ExpandMxfp4 expects. The tables give the positions of the
+// Pack eight codes in the order that ExpandE2m1 expects. The tables give the positions of the
 // three low bits and of the sign of pair p's codes in their half of the word.
 uint32_t PackE2m1(const uint8_t* codes) {
   constexpr int kLow[4] = {6, 3, 0, 9};
@@ -138,6 +139,65 @@ void PackBlocks(const MatrixSource& source, int64_t row, uint8_t* tile) {
   }
 }
 
+// Pack the upper `bits` bits of eight codes for ExpandInt.
+uint32_t PackUpperBits(const uint8_t* codes, int bits, int first) {
+  uint32_t word = 0;
+  for (int i = 0; i < 8; ++i) {
+    word |= uint32_t{codes[i]} >> 4 << (16 * (i % 2) + first + bits * (i / 2));
+  }
+  return word;
+}
+
+// Pack a block of 32 codes of a K-quant.
+void PackKQuantCodes(const Place& at, MatrixFormat format, const uint8_t* codes) {
+  const int bits = InfoOf(format).bits - 4;
+  const int first = bits * 4 * (2 * at.block + at.half);
+  for (int t = 0; t < 4; ++t) {
+    uint8_t of_lane[8];
+    for (int i = 0; i < 8; ++i) {
+      of_lane[i] = codes[SplitsColumns(format) ? i / 4 * 16 + 4 * t + i % 4 : 8 * t + i];
+    }
+    StoreWord(at, t, 2 * at.block + at.half, PackInt4(of_lane));
+    if (bits > 0) {
+      uint8_t* to = at.unit + kUnitCodeBytes + (4 * at.g + t) * UpperBytes(format) + first / 16 * 4;
+      uint32_t word;
+      std::memcpy(&word, to, sizeof(word));
+      word |= PackUpperBits(of_lane, bits, first % 16);
+      std::memcpy(to, &word, sizeof(word));
+    }
+  }
+}
+
+// Pack a super-block of an output.
+void PackSuperBlock(const SuperBlock& block, MatrixFormat format, int r, uint8_t* units) {
+  const int g = r % 8;
+  const int half = r / 8;
+  for (int b = 0; b < kSuperBlock / kQuantBlock; ++b) {
+    const Place at = {units + b / 2 * UnitBytes(format), g, half, b % 2};
+    PackKQuantCodes(at, format, block.codes + b * kQuantBlock);
+    uint8_t* scales = at.unit + kUnitCodeBytes + 32 * UpperBytes(format) +
+                      g * 2 * UnitScaleBytes(format) + 2 * at.block + half;
+    const bool halves = HasHalfScales(format);
+    scales[0] = static_cast<uint8_t>(halves ? block.scales[2 * b] + 128 : block.scales[b]);
+    scales[4] = static_cast<uint8_t>(halves ? block.scales[2 * b + 1] + 128 : block.minima[b]);
+  }
+  const int factor_bytes = SuperBlockBytes(format) / 8;
+  uint8_t* factors = units + kUnitsOfSuperBlock * UnitBytes(format) + g * factor_bytes + 2 * half;
+  std::memcpy(factors, &block.d, 2);
+  if (HasMinimum(format)) {
+    std::memcpy(factors + 4, &block.min, 2);
+  }
+}
+
+void PackKQuantRow(const MatrixSource& source, int64_t row, uint8_t* tile) {
+  const uint8_t* bytes = SourceRow(source, row);
+  for (int64_t c = 0; c < source.cols; c += kSuperBlock, bytes += SourceBlockBytes(source.format)) {
+    PackSuperBlock(UnpackSuperBlock(source.format, bytes), source.format,
+                   static_cast<int>(row % kTileOutputs),
+                   tile + UnitOffset(source.format, NumUnits(source.format, c)));
+  }
+}
+
 // Pack a row of FP8: its codes, then its scales from the end of the row on.
 void PackFp8Row(const MatrixSource& source, int64_t row, int64_t row_bytes, uint8_t* to) {
   std::memcpy(to, SourceRow(source, row), static_cast<size_t>(source.cols));
@@ -154,7 +214,9 @@ void PackTile(const MatrixSource& source, MatrixFormat stored, int64_t index, ui
   const int64_t end = std::min(source.rows, first + kTileOutputs);
   for (int64_t row = first; row < end; ++row) {
     uint8_t* to = tile + (row - first) * row_bytes;
-    if (HasBlocks(stored)) {
+    if (IsKQuant(stored)) {
+      PackKQuantRow(source, row, tile);
+    } else if (HasBlocks(stored)) {
       PackBlocks(source, row, tile);
     } else if (stored == MatrixFormat::kBF16) {
       std::memcpy(to, SourceRow(source, row), static_cast<size_t>(source.cols) * 2);
@@ -258,10 +320,6 @@ std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& upl
   if (source.packed) {
     throw InvalidArgument(
         "The matrix is packed for another device. Pass it in the checkpoint's format.");
-  }
-  if (!exact && !HasKernels(source.format)) {
-    throw InvalidArgument("CUDA has no kernels for " + std::string(InfoOf(source.format).name) +
-                          ". Convert the matrix.");
   }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
   auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);

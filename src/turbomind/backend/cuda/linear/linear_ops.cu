@@ -194,7 +194,8 @@ LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& para
 
 template <MatrixFormat F>
 void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
-  if constexpr (F != MatrixFormat::kQ4_1) {  // its minima leave no registers for more rows
+  // Minima, and two scales for a block, leave no registers for more rows.
+  if constexpr (!HasMinimum(F) && !SplitsColumns(F)) {
     if (RowsOfMatrix(params.num_rows, params.num_experts) > 32) {
       return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
     }
@@ -279,10 +280,8 @@ void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelP
     if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stack.stored, &params);
       RunExact(ctx, params);
-    } else if constexpr (HasKernels(F)) {
-      RunFormat<StoredFormat(F)>(ctx, params, kernel, library_.get());
     } else {
-      throw InternalError("the format must be rejected when a matrix is packed");
+      RunFormat<StoredFormat(F)>(ctx, params, kernel, library_.get());
     }
   });
 }
@@ -396,11 +395,7 @@ void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
                              .grid_y = CeilDiv(table.cols, kEmbedThreads * kEmbedCols),
                              .threads = kEmbedThreads};
   DispatchMatrix(table.format, [&]<MatrixFormat F>() {
-    if constexpr (HasKernels(F)) {
-      Launch(EmbedKernel<StoredFormat(F)>, shape, ctx.stream, kernel);
-    } else {
-      throw InternalError("the format must be rejected when a matrix is packed");
-    }
+    Launch(EmbedKernel<StoredFormat(F)>, shape, ctx.stream, kernel);
   });
 }
 
