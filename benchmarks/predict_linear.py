@@ -37,9 +37,18 @@ LAUNCH_CYCLES, LATENCY, LATENCY_ALONE = 2000, 1130, 1060  # fitted to the measur
 COPY_SHARE, ROW_SHARE = 0.93, 0.64
 ISSUE_SHARE = 0.85  # of the cycles in which a scheduler can issue, if nothing else limits
 MAX_SLICES, WANTED_WARPS, MIN_UNITS = 8, 6144, 5  # as linear_choice.cc
-WEIGHT_FORMATS = {"q4_0": "kQ4_0", "q8_0": "kQ8_0", "mxfp4": "kMxfp4", "bf16": "kBF16"}
-# Bytes and columns of a unit of 16 outputs.
-UNITS = {"q4_0": (576, 64), "q8_0": (576, 32), "mxfp4": (544, 64), "bf16": (1024, 32)}
+WEIGHT_FORMATS = {
+    **{"q4_0": "kQ4_0", "q8_0": "kQ8_0", "mxfp4": "kMxfp4", "bf16": "kBF16"},
+    **{"q4_1": "kQ4_1", "nvfp4": "kNvfp4", "q4_k": "kQ4_K", "q5_k": "kQ5_K", "q6_k": "kQ6_K"},
+}
+# Bytes and columns of a unit of 16 outputs, with its share of the factors of a super-block.
+UNITS = {
+    **{"q4_0": (576, 64), "q8_0": (576, 32), "mxfp4": (544, 64), "bf16": (1024, 32)},
+    **{"q4_1": (640, 64), "nvfp4": (576, 64)},
+    **{"q4_k": (592, 64), "q5_k": (720, 64), "q6_k": (840, 64)},
+}
+TILES = {"q4_k": 2, "q5_k": 2, "q6_k": 2}  # of a block (linear_choice.cc), if not 1
+STAGED = {"q4_k": 640, "q5_k": 768, "q6_k": 864}  # bytes in a ring, if not those of a unit
 
 
 @dataclass(frozen=True)
@@ -47,24 +56,29 @@ class Counts:
     """The counts of a compiled kernel. `shared` is that of a warp."""
 
     registers: int
-    instructions: int  # of a unit
+    instructions: int  # of a unit of each tile
     in_flight: int  # units
     shared: int
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A matrix, and its measured microseconds with one row at d9c15d8."""
+    """A matrix, and its measured microseconds with one row at d9c15d8, or 0."""
 
     kind: str
     outputs: int
     cols: int
-    measured: float
+    measured: float = 0
 
     @property
     def tiles(self) -> int:
         """Return the number of tiles of 16 outputs."""
         return -(-self.outputs // 16)
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks."""
+        return -(-self.tiles // TILES.get(self.kind, 1))
 
     @property
     def units(self) -> int:
@@ -90,6 +104,7 @@ LAYERS = (
     Layer("bf16", 28672, 4096, 136.7),
     Layer("q4_0", 4096, 4096, 8.92),
     Layer("bf16", 4096, 4096, 17.45),
+    *(Layer(kind, 28672, 4096) for kind in ("q4_1", "nvfp4", "q4_k", "q5_k", "q6_k")),
 )
 # The kernels of d9c15d8: registers by ptxas, and instructions of a unit counted in their SASS. ncu
 # reported 74 and 80 registers for q4_0 and bf16 as well. All loads share a scoreboard.
@@ -115,7 +130,7 @@ def resident_blocks(layer: Layer, counts: Counts) -> int:
 
 def wave_cycles(layer: Layer, counts: Counts, *, blocks: float, latency: int) -> float:
     """Return the cycles of a wave with `blocks` blocks on each SM."""
-    unit_bytes = UNITS[layer.kind][0]
+    unit_bytes = UNITS[layer.kind][0] * TILES.get(layer.kind, 1)
     warps = blocks * layer.slices
     units = layer.units / layer.slices
     issue = warps / 4 * counts.instructions
@@ -130,7 +145,7 @@ def wave_cycles(layer: Layer, counts: Counts, *, blocks: float, latency: int) ->
 
 def predict(layer: Layer, counts: Counts) -> float:
     """Return the microseconds of a layer with one row."""
-    per_sm = layer.tiles / SMS
+    per_sm = layer.blocks / SMS
     resident = resident_blocks(layer, counts)
     full, rest = divmod(per_sm, resident)
     cycles = full * wave_cycles(layer, counts, blocks=resident, latency=LATENCY)
@@ -163,17 +178,22 @@ def loop_instructions(sass: str) -> int:
 
 def stages_of(kind: str) -> int:
     """Return the stages of a warp's ring, as StreamConfig."""
-    return min(max(4608 // UNITS[kind][0], 3), 8)
+    return min(max(4608 // stage_bytes(kind), 3), 8)
+
+
+def stage_bytes(kind: str) -> int:
+    """Return the bytes of a stage."""
+    return TILES.get(kind, 1) * STAGED.get(kind, UNITS[kind][0])
 
 
 def count(kind: str, *, nvdisasm: str, folder: Path) -> Counts:
     """Compile the kernel of a format for SM 90 and count."""
-    name = WEIGHT_FORMATS[kind]
+    name, tiles = WEIGHT_FORMATS[kind], TILES.get(kind, 1)
     source, cubin = folder / f"{kind}.cu", folder / f"{kind}.cubin"
     source.write_text(
         '#include "turbomind/backend/cuda/linear/linear_stream.cuh"\n'
         "using namespace turbomind;\nusing namespace turbomind::cuda;\n"
-        f"using C = StreamConfig<MatrixFormat::{name}, 1, 1>;\n"
+        f"using C = StreamConfig<MatrixFormat::{name}, {tiles}, 1>;\n"
         f"static_assert(C::kStages == {stages_of(kind)});\n"
         "template __global__ void turbomind::cuda::StreamKernel<C>(StreamParams);\n"
     )
@@ -187,7 +207,7 @@ def count(kind: str, *, nvdisasm: str, folder: Path) -> Counts:
     if used is None:
         raise ValueError("ptxas names no registers")
     stages = stages_of(kind)
-    return Counts(int(used[1]), loop_instructions(sass), stages - 1, stages * UNITS[kind][0])
+    return Counts(int(used[1]), loop_instructions(sass), stages - 1, stages * stage_bytes(kind))
 
 
 def print_table(title: str, counts: dict[str, Counts], *, measured: bool) -> None:
@@ -197,19 +217,21 @@ def print_table(title: str, counts: dict[str, Counts], *, measured: bool) -> Non
     print(f"| layer | registers | blocks an SM | waves | in flight an SM | predicted | {last} |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for layer in LAYERS:
+        if layer.kind not in counts:
+            continue
         one = counts[layer.kind]
         resident = resident_blocks(layer, one)
-        blocks = min(resident, layer.tiles / SMS)
-        flight = blocks * layer.slices * one.in_flight * UNITS[layer.kind][0] / 1024
+        blocks = min(resident, layer.blocks / SMS)
+        flight = blocks * layer.slices * one.in_flight * stage_bytes(layer.kind) / 1024
         us = predict(layer, one)
         end = (
             f"{layer.measured:.1f} | {us / layer.measured - 1:+.0%}"
             if measured
-            else f"{layer.copy_us / us:.0%} | {layer.measured:.1f}"
+            else f"{layer.copy_us / us:.0%} | {f'{layer.measured:.1f}' if layer.measured else '–'}"
         )
         print(
             f"| {layer.kind}, {layer.outputs:,} x {layer.cols:,} | {one.registers} | {resident} | "
-            f"{layer.tiles / SMS / resident:.2f} | {flight:.0f} KiB | {us:.1f} us | {end} |"
+            f"{layer.blocks / SMS / resident:.2f} | {flight:.0f} KiB | {us:.1f} us | {end} |"
         )
 
 
@@ -229,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
     print_table("Kernels of this tree, predicted", new, measured=False)
     for kind, one in new.items():
-        print(f"{kind}: {one.instructions} instructions a unit, {one.in_flight} units in flight")
+        instructions = one.instructions / TILES.get(kind, 1)
+        print(f"{kind}: {instructions:.0f} instructions a unit, {one.in_flight} units in flight")
     return 0
 
 

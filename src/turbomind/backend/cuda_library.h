@@ -36,6 +36,7 @@ inline DeviceCapability CudaCapability(int sm) {
           .limits_pools_to_batch = false,
           .reads_mapped_files = false,
           .has_fp32 = false,
+          .has_all_formats = true,
           .has_fp8_weights = true,
           .has_recurrent_layers = true,
           .collects_kv_statistics = false,

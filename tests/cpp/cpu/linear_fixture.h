@@ -206,10 +206,12 @@ inline void AppendSuperBlock(Matrix& m, std::mt19937& random) {
 }
 
 // Returns a random NVFP4 matrix, whose values have at most 13 bits. Every number is a scale.
+// Matrices have different factors.
 inline Matrix RandomNvfp4(int64_t rows, int64_t cols, uint32_t seed) {
   constexpr double kValues[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   std::mt19937 random(seed);
-  Matrix m{MatrixFormat::kNvfp4, rows, cols, {}, {}, {}, 0x1.23p-12f};
+  Matrix m{MatrixFormat::kNvfp4, rows, cols, {}, {}};
+  m.factor = std::ldexp(0x1.23p-12f, -static_cast<int>((seed + 1) % 3));
   for (int64_t i = 0; i < rows * cols / kNvBlock; ++i) {
     uint8_t codes[kNvBlock];
     uint8_t scales[4];

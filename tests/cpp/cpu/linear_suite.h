@@ -236,7 +236,7 @@ inline void SameBitsInEveryBatch(const Subject& s) {
     ForDevices(s, threads, [&](Device& device, bool is_slow) {
       const auto weight = device.PackMatrix(m.source(), false);
       for (int n : batches) {
-        if (is_slow && n % 23 != 1) {
+        if (is_slow && a.batches.empty() && n % 23 != 1) {
           continue;
         }
         std::vector<int32_t> rows;

@@ -83,10 +83,10 @@ inline testing::ExactOutput ExactAt(const Matrix& m, const float* x, int64_t out
   return testing::ExactOutputs(one, {x, x + m.cols})[0];
 }
 
-// Return the maximum distance of an output from its exact value. Q4_1 adds d · code and the minimum
-// separately.
+// Return the maximum distance of an output from its exact value. Formats with minima add d · code
+// and the minimum, which is at most 1, separately.
 inline double BoundOf(const testing::ExactOutput& out) {
-  const double magnitude = out.magnitude + (out.format == MatrixFormat::kQ4_1 ? out.sum_of_x : 0.0);
+  const double magnitude = out.magnitude + (HasMinimum(out.format) ? out.sum_of_x : 0.0);
   const bool rounds = out.format != MatrixFormat::kF32;
   return magnitude * ((rounds ? kBF16Rounding : 0.0) + kSumRounding) + 1e-6 +
          std::abs(out.want) * kSumRounding;

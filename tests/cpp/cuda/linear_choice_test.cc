@@ -88,6 +88,9 @@ TEST_CASE("the table chooses by rows, format and GPU") {
                         {stacked, 1, kH100, kStream1},  // the second matrix is small
                         {q4, 1, kH100, kStream1},
                         {q4, 16, kH100, kStream2},
+                        {Stack(MatrixFormat::kQ4_0, 8192, 4096), 1, kH100, kStream1},
+                        {Stack(MatrixFormat::kQ4_K, 8192, 4096), 1, kH100, kStream2},
+                        {Stack(MatrixFormat::kQ4_K, 4096, 4096), 1, kH100, kStream1},
                         {q4, 17, kH100, kTile},
                         {q4, 511, kH100, kTile},
                         {q4, 512, kH100, kLibrary},

@@ -33,9 +33,11 @@ namespace {
 using testing::SameBits;
 
 constexpr MatrixFormat kFormats[] = {
-    MatrixFormat::kF32,        MatrixFormat::kBF16, MatrixFormat::kQ4_0,
-    MatrixFormat::kQ4_1,       MatrixFormat::kQ8_0, MatrixFormat::kMxfp4,
-    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block};
+    MatrixFormat::kF32,     MatrixFormat::kBF16,  MatrixFormat::kQ4_0,       MatrixFormat::kQ4_1,
+    MatrixFormat::kQ8_0,    MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split, MatrixFormat::kQ4_K,
+    MatrixFormat::kQ5_K,    MatrixFormat::kQ6_K,  MatrixFormat::kNvfp4,      MatrixFormat::kFp8,
+    MatrixFormat::kFp8Block};
+static_assert(std::size(kFormats) == kNumMatrixFormats);
 
 // The error from rounding x, relative to the output's norm. It is 2^-7 / sqrt(12) of the power of
 // two at or below x, and x is 1.35 times that power on average. The margin covers the small number
@@ -163,11 +165,13 @@ TEST_CASE("products by the library agree with FP64") {
   for (MatrixFormat format : kFormats) {
     CAPTURE(static_cast<int>(format));
     // The library has no algorithm for 65 outputs.
-    const std::vector<Part> parts = RandomParts({format, format}, {37, 65}, 64);
+    const int64_t cols = std::max(64, SourceBlockCols(format));
+    const std::vector<Part> parts = RandomParts({format, format}, {37, 65}, cols);
     const Call call = {512, true, true, 3};
-    const std::vector<float> x = RandomVector(call.num_rows * (64 + call.pad), 7);
-    // Weights with scales are rounded as well as x.
-    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, 2);
+    const std::vector<float> x = RandomVector(call.num_rows * (cols + call.pad), 7);
+    // Weights with scales are rounded as well as x. Those of NVFP4 have few bits.
+    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call,
+                format == MatrixFormat::kNvfp4 ? 1 : 2);
   }
   const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
   const std::vector<float> x = RandomVector(70 * (77 + 3), 7);
@@ -304,8 +308,9 @@ TEST_CASE("many rows grouped by expert have the same bits as single rows" *
           doctest::test_suite("small")) {
   Gpu gpu;
   for (MatrixFormat format :
-       {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kFp8, MatrixFormat::kFp8Block}) {
-    const Groups groups = MakeGroups(gpu, format, 3, 37, 704);
+       {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kQ4_K, MatrixFormat::kQ6_K,
+        MatrixFormat::kNvfp4, MatrixFormat::kFp8, MatrixFormat::kFp8Block}) {
+    const Groups groups = MakeGroups(gpu, format, 3, 37, 768);
     CheckGrouped(gpu, groups, {40, 0, 11}, true);
     CheckGrouped(gpu, groups, {3, 67, 40}, true);
   }
@@ -344,16 +349,6 @@ TEST_CASE("a packed matrix has whole tiles, which are not packed again") {
   MatrixSource source = m.source();
   source.packed = true;
   CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, source, false), InvalidArgument);
-}
-
-TEST_CASE("K-quants are packed only as FP32") {
-  Gpu gpu;
-  for (MatrixFormat format : {MatrixFormat::kQ4_K, MatrixFormat::kQ5_K, MatrixFormat::kQ6_K}) {
-    const Matrix m = RandomMatrix(format, 4, 256, 1);
-    CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), false), InvalidArgument);
-    const auto packed = CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), true);
-    CHECK(packed->format == MatrixFormat::kF32);
-  }
 }
 
 TEST_CASE("an upload of many chunks arrives complete") {

@@ -11,6 +11,7 @@
 
 #include "cuda/linear_call.h"
 #include "turbomind/backend/cuda/linear/wide_schedule.h"
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/float_convert.h"
 
 namespace turbomind::cuda {
@@ -20,8 +21,9 @@ namespace {
 constexpr double kBound = 0x1p-20;
 
 constexpr MatrixFormat kFormats[] = {
-    MatrixFormat::kBF16,       MatrixFormat::kQ4_0, MatrixFormat::kQ4_1,    MatrixFormat::kQ8_0,
-    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block};
+    MatrixFormat::kBF16,       MatrixFormat::kQ4_0, MatrixFormat::kQ4_1,     MatrixFormat::kQ8_0,
+    MatrixFormat::kMxfp4Split, MatrixFormat::kFp8,  MatrixFormat::kFp8Block, MatrixFormat::kNvfp4,
+    MatrixFormat::kQ4_K,       MatrixFormat::kQ5_K, MatrixFormat::kQ6_K};
 
 double Rounded(double value) { return BFloat16ToFloat(FloatToBFloat16(static_cast<float>(value))); }
 
@@ -65,7 +67,8 @@ bool IsProduct(const Matrix& m, const float* x, const std::vector<float>& bias, 
     double want = before + (bias.empty() ? 0. : bias[static_cast<size_t>(o)]);
     double magnitude = std::abs(want);
     for (int64_t c = 0; c < m.cols; ++c) {
-      const double product = Rounded(m.values[static_cast<size_t>(o * m.cols + c)]) * Rounded(x[c]);
+      const double value = m.values[static_cast<size_t>(o * m.cols + c)];
+      const double product = Rounded(value / m.factor) * m.factor * Rounded(x[c]);
       want += product;
       magnitude += std::abs(product);
     }
@@ -104,10 +107,12 @@ TEST_CASE("products of warp groups agree with rounded factors for every format a
   }
   WideGpu gpu;
   for (const MatrixFormat format : kFormats) {
+    const int64_t block = SourceBlockCols(format);
     for (const int num_rows : {1, 33, 70}) {  // one of each size of tiles
-      CheckWide(gpu, RandomParts({format}, {150}, 416), {num_rows, true, false, 3});
+      const int64_t cols = CeilDiv(416, block) * block;
+      CheckWide(gpu, RandomParts({format}, {150}, cols), {num_rows, true, false, 3});
     }
-    CheckWide(gpu, RandomParts({format}, {20}, 32), {17, false, true, 0});
+    CheckWide(gpu, RandomParts({format}, {20}, std::max<int64_t>(block, 32)), {17, false, true, 0});
   }
 }
 
@@ -191,6 +196,7 @@ TEST_CASE("warp groups multiply the rows of every expert, however they are sprea
   for (const int num_sms : {1, 4}) {
     CheckWideExperts(MatrixFormat::kMxfp4, {3, 0, 40, 1, 33}, num_sms);
     CheckWideExperts(MatrixFormat::kQ8_0, {0, 0, 150, 0}, num_sms);
+    CheckWideExperts(MatrixFormat::kNvfp4, {3, 0, 70}, num_sms);
     CheckWideExperts(MatrixFormat::kFp8Block, {100, 200, 1}, num_sms);
   }
   std::vector<int> sizes(70);

@@ -349,6 +349,8 @@ def test_open_files_fp4_plan_has_the_bytes_of_the_file(name: str, folders: dict[
         ]
         assert info.parts["mlp"].num_bytes == sum(stored) - numbers
     others = open_files(str(folders[name]), capability=_turbomind.cuda_capability(90)).info
+    assert others.parts["mlp"] == info.parts["mlp"]
+    others = open_files(str(folders[name]), capability=_turbomind.DeviceCapability()).info
     assert others.parts["mlp"].formats == (("mxfp4",) if name == "mxfp4" else ("q8_0",))
 
 

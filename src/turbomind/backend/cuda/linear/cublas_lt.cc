@@ -308,11 +308,10 @@ bool CublasLt::Run(const BFloatProduct& product, const Fp8Product* fp8, void* wo
     Require(functions_->desc_set(plan.desc, kDescBias, &product.bias, sizeof(product.bias)),
             "bias");
   }
-  const float one = 1.f;
   const float beta = product.accumulate ? 1.f : 0.f;
-  Require(functions_->matmul(handle_, plan.desc, &one, product.w, plan.w, product.x, plan.x, &beta,
-                             product.y, plan.y, product.y, plan.y, &plan.algorithm, workspace,
-                             kWorkspaceBytes, stream),
+  Require(functions_->matmul(handle_, plan.desc, &product.factor, product.w, plan.w, product.x,
+                             plan.x, &beta, product.y, plan.y, product.y, plan.y, &plan.algorithm,
+                             workspace, kWorkspaceBytes, stream),
           "matrix product");
   return true;
 }

@@ -15,10 +15,11 @@
 
 namespace turbomind::cuda {
 
-// y = x · wᵀ (+ bias) (+ y). All memory is on the GPU, and all matrices are row-major.
+// y = factor x · wᵀ (+ bias) (+ y). All memory is on the GPU, and all matrices are row-major.
 struct BFloatProduct {
   const void* w = nullptr;  // BF16 [outputs, cols], 256-byte aligned
   const void* x = nullptr;  // BF16 [rows, cols], 256-byte aligned
+  float factor = 1.f;
   const float* bias = nullptr;
   float* y = nullptr;  // [rows, outputs], rows y_stride floats apart
   int64_t y_stride = 0;

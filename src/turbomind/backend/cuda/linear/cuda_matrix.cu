@@ -21,16 +21,17 @@ void ReadNibbles(const uint8_t* codes, bool split, uint8_t (&out)[kQuantBlock]) 
   }
 }
 
-// Pack eight codes in the order that ExpandInt4 of weight_fragments.cuh expects.
+// Pack the lower four bits of eight codes in the order that ExpandInt of weight_fragments.cuh
+// expects.
 uint32_t PackInt4(const uint8_t* codes) {
   uint32_t word = 0;
   for (int i = 0; i < 8; ++i) {
-    word |= uint32_t{codes[i]} << (16 * (i % 2) + 4 * (i / 2));
+    word |= (uint32_t{codes[i]} & 15) << (16 * (i % 2) + 4 * (i / 2));
   }
   return word;
 }
 
-// Pack eight codes in the order that ExpandMxfp4 expects. The tables give the positions of the
+// Pack eight codes in the order that ExpandE2m1 expects. The tables give the positions of the
 // three low bits and of the sign of pair p's codes in their half of the word.
 uint32_t PackE2m1(const uint8_t* codes) {
   constexpr int kLow[4] = {6, 3, 0, 9};
@@ -97,10 +98,26 @@ void PackMxfp4Block(const Place& at, const uint8_t* bytes, bool split, uint8_t e
   }
 }
 
+// Pack a block of NVFP4 as the part of an output in a unit.
+void PackNvfp4Block(const Place& first, const uint8_t* block) {
+  uint8_t* scales =
+      first.unit + kUnitCodeBytes + first.g * 2 * UnitScaleBytes(MatrixFormat::kNvfp4);
+  for (int group = 0; group < kNvBlock / kNvGroup; ++group) {
+    scales[group % 2 * 4 + first.half * 2 + group / 2] = block[group];
+  }
+  for (int i = 0; i < kNvBlock / 8; ++i) {
+    uint8_t codes[8];
+    for (int c = 0; c < 8; ++c) {
+      codes[c] = NvCode(block, 8 * i + c);
+    }
+    StoreWord(first, i % 4, 2 * (i / 4) + first.half, PackE2m1(codes));
+  }
+}
+
 void PackBlocks(const MatrixSource& source, int64_t row, uint8_t* tile) {
   const MatrixFormat stored = StoredFormat(source.format);
-  const int per_unit = UnitCols(stored) / kQuantBlock;
-  const int64_t blocks = source.cols / kQuantBlock;
+  const int per_unit = UnitCols(stored) / SourceBlockCols(stored);
+  const int64_t blocks = source.cols / SourceBlockCols(stored);
   const bool split = source.format == MatrixFormat::kMxfp4Split;
   const auto* exponents = static_cast<const uint8_t*>(source.scales);
   const uint8_t* block = SourceRow(source, row);
@@ -112,11 +129,72 @@ void PackBlocks(const MatrixSource& source, int64_t row, uint8_t* tile) {
       PackMxfp4Block(at, block, true, exponents[row * blocks + b]);
     } else if (stored == MatrixFormat::kMxfp4) {
       PackMxfp4Block(at, block + 1, false, block[0]);
+    } else if (stored == MatrixFormat::kNvfp4) {
+      PackNvfp4Block(at, block);
     } else if (stored == MatrixFormat::kQ8_0) {
       PackInt8Block(at, block);
     } else {
       PackInt4Block(at, stored, block);
     }
+  }
+}
+
+// Pack the upper `bits` bits of eight codes for ExpandInt.
+uint32_t PackUpperBits(const uint8_t* codes, int bits, int first) {
+  uint32_t word = 0;
+  for (int i = 0; i < 8; ++i) {
+    word |= uint32_t{codes[i]} >> 4 << (16 * (i % 2) + first + bits * (i / 2));
+  }
+  return word;
+}
+
+// Pack a block of 32 codes of a K-quant.
+void PackKQuantCodes(const Place& at, MatrixFormat format, const uint8_t* codes) {
+  const int bits = InfoOf(format).bits - 4;
+  const int first = bits * 4 * (2 * at.block + at.half);
+  for (int t = 0; t < 4; ++t) {
+    uint8_t of_lane[8];
+    for (int i = 0; i < 8; ++i) {
+      of_lane[i] = codes[SplitsColumns(format) ? i / 4 * 16 + 4 * t + i % 4 : 8 * t + i];
+    }
+    StoreWord(at, t, 2 * at.block + at.half, PackInt4(of_lane));
+    if (bits > 0) {
+      uint8_t* to = at.unit + kUnitCodeBytes + (4 * at.g + t) * UpperBytes(format) + first / 16 * 4;
+      uint32_t word;
+      std::memcpy(&word, to, sizeof(word));
+      word |= PackUpperBits(of_lane, bits, first % 16);
+      std::memcpy(to, &word, sizeof(word));
+    }
+  }
+}
+
+// Pack a super-block of an output.
+void PackSuperBlock(const SuperBlock& block, MatrixFormat format, int r, uint8_t* units) {
+  const int g = r % 8;
+  const int half = r / 8;
+  for (int b = 0; b < kSuperBlock / kQuantBlock; ++b) {
+    const Place at = {units + b / 2 * UnitBytes(format), g, half, b % 2};
+    PackKQuantCodes(at, format, block.codes + b * kQuantBlock);
+    uint8_t* scales = at.unit + kUnitCodeBytes + 32 * UpperBytes(format) +
+                      g * 2 * UnitScaleBytes(format) + 2 * at.block + half;
+    const bool halves = HasHalfScales(format);
+    scales[0] = static_cast<uint8_t>(halves ? block.scales[2 * b] + 128 : block.scales[b]);
+    scales[4] = static_cast<uint8_t>(halves ? block.scales[2 * b + 1] + 128 : block.minima[b]);
+  }
+  const int factor_bytes = SuperBlockBytes(format) / 8;
+  uint8_t* factors = units + kUnitsOfSuperBlock * UnitBytes(format) + g * factor_bytes + 2 * half;
+  std::memcpy(factors, &block.d, 2);
+  if (HasMinimum(format)) {
+    std::memcpy(factors + 4, &block.min, 2);
+  }
+}
+
+void PackKQuantRow(const MatrixSource& source, int64_t row, uint8_t* tile) {
+  const uint8_t* bytes = SourceRow(source, row);
+  for (int64_t c = 0; c < source.cols; c += kSuperBlock, bytes += SourceBlockBytes(source.format)) {
+    PackSuperBlock(UnpackSuperBlock(source.format, bytes), source.format,
+                   static_cast<int>(row % kTileOutputs),
+                   tile + UnitOffset(source.format, NumUnits(source.format, c)));
   }
 }
 
@@ -136,7 +214,9 @@ void PackTile(const MatrixSource& source, MatrixFormat stored, int64_t index, ui
   const int64_t end = std::min(source.rows, first + kTileOutputs);
   for (int64_t row = first; row < end; ++row) {
     uint8_t* to = tile + (row - first) * row_bytes;
-    if (HasBlocks(stored)) {
+    if (IsKQuant(stored)) {
+      PackKQuantRow(source, row, tile);
+    } else if (HasBlocks(stored)) {
       PackBlocks(source, row, tile);
     } else if (stored == MatrixFormat::kBF16) {
       std::memcpy(to, SourceRow(source, row), static_cast<size_t>(source.cols) * 2);
@@ -241,12 +321,11 @@ std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& upl
     throw InvalidArgument(
         "The matrix is packed for another device. Pass it in the checkpoint's format.");
   }
-  if (!exact && !HasKernels(source.format)) {
-    throw InvalidArgument("CUDA has no kernels for " + std::string(InfoOf(source.format).name) +
-                          ". Convert the matrix.");
-  }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
   auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);
+  if (HasFactor(stored)) {
+    matrix->factor = 0x1p8f * source.factor;
+  }
   uploader.Upload(matrix->data(), NumTiles(source.rows), TileBytes(stored, source.cols),
                   [&](int64_t tile, uint8_t* out) { PackTile(source, stored, tile, out); });
   return matrix;

@@ -69,6 +69,9 @@ class CudaMatrix final : public PackedMatrix {
 
   int64_t num_bytes() const override { return NumTiles(rows) * TileBytes(format, cols); }
   char* data() const { return data_.get(); }  // on the GPU
+  // What multiplies the values of weight_fragments.cuh: 1, or 2^8 times the source's factor if
+  // HasFactor.
+  float factor = 1.f;
 
  private:
   std::shared_ptr<char> data_;

@@ -17,8 +17,8 @@ namespace turbomind::cuda {
 
 // Types and orders of the copied columns. WideKernel multiplies 16 columns at a time, in which lane
 // t has the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. These are the columns that it has of the
-// weights (FirstCol).
-enum class RowOrder : uint8_t { kFloat, kBFloat, kWide, kWideFp8 };
+// weights (FirstCol). kWideSplit is for formats with SplitsColumns.
+enum class RowOrder : uint8_t { kFloat, kBFloat, kWide, kWideFp8, kWideSplit };
 inline constexpr int kWideCols = 64;  // that WideKernel multiplies at a time
 
 // Return the column of x at position `i` of a copy, where i is even. The next position has the next
@@ -28,11 +28,13 @@ TM_DEVICE int ColumnAt(int i) {
   if constexpr (kOrder == RowOrder::kFloat || kOrder == RowOrder::kBFloat) {
     return i;
   }
-  constexpr auto kFormat = kOrder == RowOrder::kWideFp8 ? MatrixFormat::kFp8 : MatrixFormat::kMxfp4;
+  constexpr auto kFormat = kOrder == RowOrder::kWideFp8     ? MatrixFormat::kFp8
+                           : kOrder == RowOrder::kWideSplit ? MatrixFormat::kQ6_K
+                                                            : MatrixFormat::kMxfp4;
   static_assert(UnitCols(kFormat) == kWideCols);
   const int within = i % 32;
   return i / kWideCols * kWideCols + FirstCol<kFormat>(i / 32 % 2, within % 8 / 2) +
-         within / 16 * 4 + within % 16 / 8 * 2;
+         within / 16 * SecondCols(kFormat) + within % 16 / 8 * 2;
 }
 
 struct CopyRowsParams {

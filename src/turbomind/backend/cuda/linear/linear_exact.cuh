@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(32 * kWarps) ExactLinearKernel(LinearKernelPar
     for (int w = 1; w < kWarps; ++w) {
       sum += LoadShared<float>(shared + w * kSums + i);
     }
-    StoreOutput(params, block, i % kExactRows, block.first_output + i / kExactRows, sum);
+    StoreOutput<false>(params, block, i % kExactRows, block.first_output + i / kExactRows, sum);
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // ⑥ Expands weights with block scales to BF16 [outputs, cols], for libraries that support nothing
-// else. This rounds, because a scale has more bits than BF16.
+// else. This rounds, because a scale has more bits than BF16, except with kProducts.
 
 #include <cmath>
 #include <cstdint>
@@ -39,7 +39,14 @@ __global__ void __launch_bounds__(32 * kExpandWarps) ExpandKernel(ExpandParams p
       const Words<16> out = {{pairs[half][0], pairs[half][1], pairs[half][2], pairs[half][3]}};
       const int64_t row = BlockIndexY() * kTileOutputs + (lane >> 2) + 8 * half;
       const int col = unit * UnitCols(F) + FirstCol<F>(block, lane & 3);
-      StoreGlobal(reinterpret_cast<Words<16>*>(params.out + row * params.cols + col), out);
+      uint16_t* to = params.out + row * params.cols + col;
+      if constexpr (SplitsColumns(F)) {
+        StoreGlobal(reinterpret_cast<Words<8>*>(to), Words<8>{{out.v[0], out.v[1]}});
+        StoreGlobal(reinterpret_cast<Words<8>*>(to + SecondCols(F)),
+                    Words<8>{{out.v[2], out.v[3]}});
+      } else {
+        StoreGlobal(reinterpret_cast<Words<16>*>(to), out);
+      }
     }
   }
 }

@@ -157,6 +157,7 @@ bool MultiplySegment(const Context& ctx, const LinearKernelParams& linear, int i
       product.w = memory.expanded;
     }
     product.x = memory.x;
+    product.factor = segment.factor;
     product.bias = segment.bias == nullptr ? nullptr : segment.bias + first_output;
     product.y = linear.y + segment.first_output + first_output;
     product.y_stride = linear.y_stride;
@@ -193,7 +194,8 @@ LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& para
 
 template <MatrixFormat F>
 void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
-  if constexpr (F != MatrixFormat::kQ4_1) {  // its minima leave no registers for more rows
+  // Minima, and two scales for a block, leave no registers for more rows.
+  if constexpr (!HasMinimum(F) && !SplitsColumns(F)) {
     if (RowsOfMatrix(params.num_rows, params.num_experts) > 32) {
       return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
     }
@@ -278,10 +280,8 @@ void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelP
     if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stack.stored, &params);
       RunExact(ctx, params);
-    } else if constexpr (HasKernels(F)) {
-      RunFormat<StoredFormat(F)>(ctx, params, kernel, library_.get());
     } else {
-      throw InternalError("the format must be rejected when a matrix is packed");
+      RunFormat<StoredFormat(F)>(ctx, params, kernel, library_.get());
     }
   });
 }
@@ -302,9 +302,12 @@ void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
     kernel.cols = static_cast<int>(parts[0].weight->cols);
     kernel.num_segments = 0;
     for (const LinearPart& part : parts) {
-      kernel.segments[kernel.num_segments++] = {Weight(part).data(), part.bias, 0,
+      kernel.segments[kernel.num_segments++] = {Weight(part).data(),
+                                                part.bias,
+                                                0,
                                                 static_cast<int32_t>(column),
-                                                static_cast<int32_t>(part.weight->rows)};
+                                                static_cast<int32_t>(part.weight->rows),
+                                                Weight(part).factor};
       column += part.weight->rows;
     }
     Run(ctx, StackOf(parts), kernel);
@@ -325,7 +328,8 @@ const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearP
   bool same = table.host.size() == count;
   for (size_t i = 0; i < count && same; ++i) {
     same = table.host[i].weight == Weight(params.experts[i]).data() &&
-           table.host[i].bias == params.experts[i].bias;
+           table.host[i].bias == params.experts[i].bias &&
+           table.host[i].factor == Weight(params.experts[i]).factor;
   }
   if (same) {
     return table.gpu;
@@ -337,7 +341,8 @@ const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearP
   }
   std::vector<ExpertWeight> host(count);
   for (size_t i = 0; i < count; ++i) {
-    host[i] = {Weight(params.experts[i]).data(), params.experts[i].bias};
+    const CudaMatrix& weight = Weight(params.experts[i]);
+    host[i] = {weight.data(), params.experts[i].bias, weight.factor};
   }
   table.gpu = static_cast<ExpertWeight*>(AllocateGpu(count * sizeof(ExpertWeight)));
   table.host = std::move(host);
@@ -383,17 +388,14 @@ bool CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
   const auto& table = static_cast<const CudaMatrix&>(*params.table);
-  const EmbedKernelParams kernel = {table.data(), params.ids, params.out,
-                                    static_cast<int>(table.cols), params.scale};
+  const EmbedKernelParams kernel = {table.data(), params.ids,
+                                    params.out,   static_cast<int>(table.cols),
+                                    table.factor, params.scale};
   const LaunchShape shape = {.grid_x = params.num_tokens,
                              .grid_y = CeilDiv(table.cols, kEmbedThreads * kEmbedCols),
                              .threads = kEmbedThreads};
   DispatchMatrix(table.format, [&]<MatrixFormat F>() {
-    if constexpr (HasKernels(F)) {
-      Launch(EmbedKernel<StoredFormat(F)>, shape, ctx.stream, kernel);
-    } else {
-      throw InternalError("the format must be rejected when a matrix is packed");
-    }
+    Launch(EmbedKernel<StoredFormat(F)>, shape, ctx.stream, kernel);
   });
 }
 

@@ -19,11 +19,13 @@ struct LinearSegment {
   int32_t first_block = 0;
   int32_t first_output = 0;  // its column of y
   int32_t outputs = 0;
+  float factor = 1.f;  // of the matrix
 };
 
 struct ExpertWeight {
   const char* weight = nullptr;
   const float* bias = nullptr;
+  float factor = 1.f;
 };
 
 // All matrices have one format and the same cols. Grid: slots of rows × blocks of outputs.
@@ -38,7 +40,7 @@ struct LinearKernelParams {
   int cols = 0;  // whole units
   int num_segments = 0;
   LinearSegment segments[kMaxSegments] = {};
-  // Grouped: one segment, whose weight and bias are replaced by those of the expert.
+  // Grouped: one segment, whose weight, bias and factor are replaced by those of the expert.
   const ExpertWeight* experts = nullptr;  // [num_experts] or null
   const int32_t* offsets = nullptr;       // [num_experts + 1]
   int num_experts = 0;
@@ -49,6 +51,7 @@ struct LinearKernelParams {
 struct LinearBlock {
   const char* weight;
   const float* bias;
+  float factor;
   int first_row;  // in y
   int num_rows;
   int first_output;  // in the weight
@@ -114,6 +117,7 @@ TM_DEVICE void FindOutputs(const LinearKernelParams& p, int y, int outputs, Line
   const LinearSegment& segment = p.segments[s];  // a copy would be in local memory
   block->weight = segment.weight;
   block->bias = segment.bias;
+  block->factor = segment.factor;
   block->first_output = (y - segment.first_block) * outputs;
   block->num_outputs = segment.outputs;
   block->y_column = segment.first_output;
@@ -124,6 +128,7 @@ TM_DEVICE void UseExpert(const LinearKernelParams& p, int expert, LinearBlock* b
   const auto weight = LoadGlobal(p.experts + expert);
   block->weight = weight.weight;
   block->bias = weight.bias;
+  block->factor = weight.factor;
 }
 
 // Find the part of a block of the grid: up to `rows` rows, those of `slot`, and `outputs` outputs.
@@ -152,13 +157,18 @@ TM_DEVICE const float* RowOfX(const LinearKernelParams& p, const LinearBlock& bl
   return p.x + x_row * p.x_stride;
 }
 
-// Store y (+)= sum + bias for one row of the block and one output of the weight, if both exist.
+// Store y (+)= factor sum + bias for one row of the block and one output of the weight, if both
+// exist. With kFactor false, the factor is 1 and takes no register.
+template <bool kFactor>
 TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block, int row,
                            int output, float sum) {
   if (row >= block.num_rows || output >= block.num_outputs) {
     return;
   }
   float* y = p.y + (block.first_row + row) * p.y_stride + block.y_column + output;
+  if constexpr (kFactor) {
+    sum *= block.factor;
+  }
   if (block.bias != nullptr) {
     sum += LoadGlobal(block.bias + output);
   }

@@ -9,11 +9,12 @@
 //
 // Matrix products: 16 outputs × 16 columns of weights (operand A, expanded in registers) times 8
 // rows of x, rounded to BF16 (mma.m16n8k16), with FP32 sums. With block scales, the sum of each
-// block of 32 columns starts at zero and is multiplied by its scale when it is added. The codes are
-// exact in BF16, so only x is rounded. That costs 1.7e-3 of the output's norm, a third of the cost
-// of storing weights as kQ8_0, the finest quantized format. A second operand with the rounding
-// error of x would reach 1e-5. It would take twice the products and six times the conversions, and
-// kernels for many rows would have to pay the same to keep equal bits.
+// block of 32 columns (kQ6_K: 16) starts at zero and is multiplied by its scale when it is added.
+// The codes are exact in BF16, and so are NVFP4's products with scales, so only x is rounded. That
+// costs 1.7e-3 of the output's norm, a third of the cost of storing weights as kQ8_0, the finest
+// quantized format. A second operand with the rounding error of x would reach 1e-5. It would take
+// twice the products and six times the conversions, and kernels for many rows would have to pay the
+// same to keep equal bits.
 //
 // An output's sum depends only on its row of x, its weights and the slices, never on the other
 // rows.
@@ -48,7 +49,10 @@ struct StreamConfig {
   // it would choose 4 for these kernels and spill registers.
   static constexpr bool kTight =
       (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
-  static constexpr int kBlocks = kTight ? 3 : 0;
+  static constexpr int kKQuantBlocks = kTiles == 1                                  ? 3
+                                       : kRowTiles == 1 || F == MatrixFormat::kQ4_K ? 2
+                                                                                    : 0;
+  static constexpr int kBlocks = IsKQuant(F) ? kKQuantBlocks : kTight ? 3 : 0;
   // Shared memory of a warp: its ring, and then its sums.
   static constexpr int kWarpBytes = std::max(Ring::kBytes, kOutputs* kRows * 4);
   static constexpr int SharedBytes(int slices) { return slices * kWarpBytes; }
@@ -59,9 +63,10 @@ struct RowValues {
   Words<16> low;
   Words<16> high;
 };
+template <MatrixFormat F>
 TM_DEVICE RowValues LoadRow(const float* row) {
-  const auto* from = reinterpret_cast<const Words<16>*>(row);
-  return {LoadGlobal(from), LoadGlobal(from + 1)};
+  return {LoadGlobal(reinterpret_cast<const Words<16>*>(row)),
+          LoadGlobal(reinterpret_cast<const Words<16>*>(row + SecondCols(F)))};
 }
 
 // The same values as operand B of two products.
@@ -78,12 +83,18 @@ TM_DEVICE RowFragment RoundRow(const RowValues& x) {
   return out;
 }
 
-// sum += 16 outputs × 32 columns of weights times 8 rows.
+// sum += 16 outputs × one part of 32 columns of weights times 8 rows.
+TM_DEVICE void MultiplyPart(const uint32_t (&pairs)[2][4], const RowFragment& x, int part,
+                            float (&sum)[4]) {
+  const int p = 2 * part;
+  const uint32_t weights[4] = {pairs[0][p], pairs[1][p], pairs[0][p + 1], pairs[1][p + 1]};
+  MmaBFloat(sum, weights, x.v[p], x.v[p + 1]);
+}
+
+// The same with both parts.
 TM_DEVICE void MultiplyBlock(const uint32_t (&pairs)[2][4], const RowFragment& x, float (&sum)[4]) {
-  const uint32_t first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
-  const uint32_t second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
-  MmaBFloat(sum, first, x.v[0], x.v[1]);
-  MmaBFloat(sum, second, x.v[2], x.v[3]);
+  MultiplyPart(pairs, x, 0, sum);
+  MultiplyPart(pairs, x, 1, sum);
 }
 
 // Sum the 32 columns of each of 8 rows, in the layout of MultiplyBlock's products.
@@ -98,7 +109,8 @@ TM_DEVICE void SumBlock(const RowFragment& x, float (&sum)[4]) {
 template <MatrixFormat F>
 struct ExpandedBlock {
   uint32_t pairs[2][4];
-  float scale[2];  // for the outputs g and g + 8
+  static constexpr int kScales = SplitsColumns(F) ? 2 : 1;
+  float scale[kScales][2];  // for the outputs g and g + 8
   float minimum[2];
 };
 
@@ -109,8 +121,11 @@ TM_DEVICE ExpandedBlock<F> ExpandBlock(const typename WeightFragments<F>::Unit& 
   W::Expand(unit, block, out.pairs);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (W::kScaled) {
-      out.scale[half] = W::Scale(unit, block, half);
+    if constexpr (SplitsColumns(F)) {
+      out.scale[0][half] = W::Scale(unit, block, half, 0);
+      out.scale[1][half] = W::Scale(unit, block, half, 1);
+    } else if constexpr (W::kScaled) {
+      out.scale[0][half] = W::Scale(unit, block, half);
     }
     if constexpr (W::kMinimum) {
       out.minimum[half] = W::Minimum(unit, block, half);
@@ -126,12 +141,22 @@ TM_DEVICE void AddBlock(const ExpandedBlock<F>& weights, const RowFragment& x,
   using W = WeightFragments<F>;
   if constexpr (!W::kScaled) {
     MultiplyBlock(weights.pairs, x, sums);
+  } else if constexpr (SplitsColumns(F)) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      float product[4] = {0.f, 0.f, 0.f, 0.f};
+      MultiplyPart(weights.pairs, x, part, product);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[i] = fmaf(weights.scale[part][i / 2], product[i], sums[i]);
+      }
+    }
   } else {
     float product[4] = {0.f, 0.f, 0.f, 0.f};
     MultiplyBlock(weights.pairs, x, product);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      sums[i] = fmaf(weights.scale[i / 2], product[i], sums[i]);
+      sums[i] = fmaf(weights.scale[0][i / 2], product[i], sums[i]);
       if constexpr (W::kMinimum) {
         sums[i] = fmaf(weights.minimum[i / 2], x_sums[i], sums[i]);
       }
@@ -149,7 +174,7 @@ struct RowReader {
   TM_DEVICE void Compute(int col) {
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
-      next[n] = LoadRow(rows[n] + (col < last_col ? col : last_col));
+      next[n] = LoadRow<C::kFormat>(rows[n] + (col < last_col ? col : last_col));
     }
   }
 };
@@ -264,7 +289,7 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
     for (int slice = 1; slice < params.slices; ++slice) {
       sum += LoadShared<float>(shared + slice * kWarpFloats + at);
     }
-    StoreOutput(params.linear, block, row, block.first_output + output, sum);
+    StoreOutput<HasFactor(C::kFormat)>(params.linear, block, row, block.first_output + output, sum);
   }
 }
 

@@ -51,7 +51,8 @@ struct TileConfig {
 template <class C>
 TM_DEVICE int StageOffset(int row, int chunk) {
   constexpr int kSwap = IsFp8(C::kFormat) ? 1 : C::kRowBytes == 128 ? 4 : 0;
-  return row * C::kRowBytes + (chunk ^ (row & 1) * kSwap) * 16;
+  constexpr int kOther = SplitsColumns(C::kFormat) ? 2 : 0;  // of 8 bytes, four rows are read
+  return row * C::kRowBytes + (chunk ^ ((row & 1) * kSwap | (row & kOther))) * 16;
 }
 
 // A thread's copies of the block's rows: 16 bytes of every kStep-th row.
@@ -59,7 +60,7 @@ template <class C>
 struct StageCopier {
   static constexpr int kChunks = C::kRowBytes / 16;
   static constexpr int kStep = 32 * C::kWarps / kChunks;
-  static_assert(C::kRows % kStep == 0 && kStep % 2 == 0);
+  static_assert(C::kRows % kStep == 0 && kStep % (SplitsColumns(C::kFormat) ? 4 : 2) == 0);
 
   const char* from;  // in the first unit
   int64_t step_bytes;
@@ -88,6 +89,29 @@ struct StageCopier {
   }
 };
 
+// Read the lane's 8 columns of a block, for one row.
+template <class C>
+TM_DEVICE RowFragment LoadStagedRow(const char* stage, int row, int block) {
+  const int col = FirstCol<C::kFormat>(block, ThreadIndexX() & 3);
+  RowFragment x;
+  if constexpr (SplitsColumns(C::kFormat)) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int chunk = col / 8 + part * SecondCols(C::kFormat) / 8;
+      const auto words = LoadShared<Words<8>>(stage + StageOffset<C>(row, chunk) + col % 8 * 2);
+      x.v[2 * part] = words.v[0];
+      x.v[2 * part + 1] = words.v[1];
+    }
+  } else {
+    const auto words = LoadShared<Words<16>>(stage + StageOffset<C>(row, col / 8));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x.v[i] = words.v[i];
+    }
+  }
+  return x;
+}
+
 // Add one unit for all rows.
 template <class C>
 TM_DEVICE void AddTileUnit(const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
@@ -100,10 +124,7 @@ TM_DEVICE void AddTileUnit(const typename WeightFragments<C::kFormat>::Unit (&un
                                                           ExpandBlock<C::kFormat>(units[1], block)};
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
-      const int chunk = FirstCol<C::kFormat>(block, lane & 3) / 8;
-      const char* from = stage + StageOffset<C>(8 * n + (lane >> 2), chunk);
-      const auto words = LoadShared<Words<16>>(from);
-      const RowFragment x = {{words.v[0], words.v[1], words.v[2], words.v[3]}};
+      const RowFragment x = LoadStagedRow<C>(stage, 8 * n + (lane >> 2), block);
       float x_sums[4] = {};
       if constexpr (W::kMinimum) {
         SumBlock(x, x_sums);
@@ -225,7 +246,7 @@ __global__ void __launch_bounds__(32 * C::kWarps, 2) TileKernel(TileParams param
   SumSlices<C>(params, block, slice, in_parts ? slice + 1 : params.slices, sums);
   if (!in_parts) {
     ForEachSum<C>(block, [&](int m, int n, int i, int row, int output) {
-      StoreOutput(params.linear, block, row, output, sums[m][n][i]);
+      StoreOutput<HasFactor(C::kFormat)>(params.linear, block, row, output, sums[m][n][i]);
     });
     return;
   }
@@ -260,7 +281,7 @@ __global__ void __launch_bounds__(kThreads) AddPartsKernel(TileParams params) {
   for (int slice = 1; slice < params.slices; ++slice) {
     sum += LoadGlobal(part + slice * stride);
   }
-  StoreOutput(params.linear, block, 0, output, sum);
+  StoreOutput<true>(params.linear, block, 0, output, sum);
 }
 
 }  // namespace turbomind::cuda

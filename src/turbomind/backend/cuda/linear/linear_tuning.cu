@@ -78,7 +78,7 @@ struct Question {
 std::vector<Question> FindQuestions(const LayersOfStack& layers, const LinearMachine& machine) {
   std::vector<Question> questions;
   for (const auto& same : layers) {
-    if (same.first.stored == MatrixFormat::kF32 || !HasKernels(same.first.stored)) {
+    if (same.first.stored == MatrixFormat::kF32) {
       continue;  // FP32 has one kernel
     }
     const int last = RowBucketOf(same.first, same.second.max_rows);

@@ -38,7 +38,9 @@ void RunWideKernel(const Context& ctx, const LinearKernelParams& linear,
   const int64_t x_bytes = CeilDiv(int64_t{linear.num_rows} * params.x_cols * 2, 256) * 256;
   const int64_t part_bytes = int64_t{2} * params.num_blocks * C::kSlotBytes;
   char* memory = static_cast<char*>(ctx.workspace->Get(static_cast<size_t>(x_bytes + part_bytes)));
-  constexpr RowOrder kOrder = IsFp8(C::kFormat) ? RowOrder::kWideFp8 : RowOrder::kWide;
+  constexpr RowOrder kOrder = IsFp8(C::kFormat)           ? RowOrder::kWideFp8
+                              : SplitsColumns(C::kFormat) ? RowOrder::kWideSplit
+                                                          : RowOrder::kWide;
   CopyRows<kOrder>(ctx, linear, params.x_cols, memory);
   params.x_bfloat = reinterpret_cast<const uint16_t*>(memory);
   params.parts = memory + x_bytes;
@@ -81,7 +83,7 @@ void RunWide(const Context& ctx, MatrixFormat stored, const LinearKernelParams& 
              const GatedActivationParams& gate, WideCounters& counters) {
   const int64_t rows = RowsOfMatrix(params.num_rows, params.num_experts);
   DispatchMatrix(stored, [&]<MatrixFormat F>() {
-    if constexpr (F != MatrixFormat::kF32 && HasKernels(F)) {
+    if constexpr (F != MatrixFormat::kF32) {
       constexpr MatrixFormat kStored = StoredFormat(F);
       if (rows <= kRowsOfSmallTile) {
         RunWideKernel<WideConfig<kStored, 32>>(ctx, params, gate, counters);

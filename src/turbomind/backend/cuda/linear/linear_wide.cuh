@@ -289,7 +289,7 @@ TM_DEVICE void StoreGates(const WideParams& params, const LinearBlock& block, in
   }
 }
 
-// Store a quad in y, or its activation.
+// Store a quad in y, or its activation. The sums have the factor of the matrix.
 template <class C>
 TM_DEVICE void StoreQuad(const WideParams& params, const LinearBlock& block, int quad,
                          const float (&sums)[4]) {
@@ -303,7 +303,7 @@ TM_DEVICE void StoreQuad(const WideParams& params, const LinearBlock& block, int
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    StoreOutput(params.linear, block, row + i % 2, output + i / 2 * 8, sums[i]);
+    StoreOutput<false>(params.linear, block, row + i % 2, output + i / 2 * 8, sums[i]);
   }
 }
 
@@ -378,6 +378,12 @@ TM_DEVICE void ComputeItem(const WideParams& params, const WideSchedule& schedul
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         total[i] += BitsFloat(words.v[i]);
+      }
+    }
+    if constexpr (HasFactor(C::kFormat)) {
+#pragma unroll
+      for (float& sum : total) {
+        sum *= block.factor;
       }
     }
     StoreQuad<C>(params, block, quad, total);
