@@ -59,6 +59,8 @@ struct WideConfig {
   static constexpr int kAhead = kStages - 2;  // the products of the last step read another stage
   using Ring = WeightRing<F, kTiles, kStages * kUnits>;
   static constexpr int kSums = kRows / 2;  // of a lane, per tile
+  // Four sums of a lane, whose index is m kRows / 8 + n: sums[m][4 n .. 4 n + 3].
+  static constexpr int kNumQuads = kTiles * kRows / 8;
   static constexpr int kSlotBytes = kOutputs * kRows * 4;
   static constexpr int kUnrolledQuads = kRows == 128 ? 2 : 1;  // of 32, or of at most 8
   static_assert(W::kBlocks * kUnits == 2);
@@ -188,10 +190,6 @@ TM_DEVICE void ExpandFactors(const typename WeightFragments<F>::Unit& unit, int 
   }
 }
 
-// Four sums of a lane, whose index is m C::kRows / 8 + n: sums[m][4 n .. 4 n + 3].
-template <class C>
-inline constexpr int kNumQuads = C::kTiles* C::kRows / 8;
-
 // Sum the steps [begin, end) of a block, at least one. The thread's quads replace the stages: quad
 // q is at stored[q C::kThreads].
 template <class C>
@@ -258,7 +256,7 @@ TM_DEVICE void SumSteps(const WideParams& params, const LinearBlock& block, int 
   WaitForCopies<0>();
   SyncBlock();  // all products have read the stages
 #pragma unroll
-  for (int quad = 0; quad < kNumQuads<C>; ++quad) {
+  for (int quad = 0; quad < C::kNumQuads; ++quad) {
     const float* from = sums[quad / (C::kRows / 8)] + quad % (C::kRows / 8) * 4;
     StoreShared(stored + quad * C::kThreads, Words<16>{{FloatBits(from[0]), FloatBits(from[1]),
                                                         FloatBits(from[2]), FloatBits(from[3])}});
@@ -339,7 +337,7 @@ TM_DEVICE bool StorePart(const WideParams& params, const Words<16>* stored, bool
                          int32_t* arrivals, int count) {
   Words<16>* own = PartOf<C>(params, BlockIndexX(), begins);
 #pragma unroll 4
-  for (int quad = 0; quad < kNumQuads<C>; ++quad) {
+  for (int quad = 0; quad < C::kNumQuads; ++quad) {
     const int at = quad * C::kThreads;
     StoreGlobal(own + at, LoadShared<Words<16>>(stored + at));
   }
@@ -367,9 +365,8 @@ TM_DEVICE void ComputeItem(const WideParams& params, const WideSchedule& schedul
       return;
     }
   }
-  constexpr int kUnrolled = kNumQuads < C >> 16 ? 2 : 1;
-#pragma unroll kUnrolled
-  for (int quad = 0; quad < kNumQuads<C>; ++quad) {
+#pragma unroll C::kUnrolledQuads
+  for (int quad = 0; quad < C::kNumQuads; ++quad) {
     float total[4] = {0.f, 0.f, 0.f, 0.f};
     for (int worker = first; worker <= last; ++worker) {
       const int at = quad * C::kThreads;
