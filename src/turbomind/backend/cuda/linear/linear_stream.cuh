@@ -46,9 +46,10 @@ struct StreamConfig {
       std::clamp(4608 / (kTiles * WeightFragments<F>::kStagedBytes), 3, 8);
   using Ring = WeightRing<F, kTiles, kStages>;
   // Blocks of kMaxSlices warps per SM; 0 leaves the choice to the compiler. On some architectures
-  // it would choose 4 for these kernels and spill registers.
+  // it would choose more for these kernels and spill registers.
   static constexpr bool kTight =
-      (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
+      kRowTiles == 1 && (kTiles == 2 ? F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4
+                                     : F == MatrixFormat::kQ4_1 || IsFp8(F));
   static constexpr int kKQuantBlocks = kTiles == 1                                  ? 3
                                        : kRowTiles == 1 || F == MatrixFormat::kQ4_K ? 2
                                                                                     : 0;
