@@ -93,9 +93,12 @@ def check_output(where: str, text: str) -> tuple[int, int]:
             f"{where} {kernel.name} spills {kernel.spilled} bytes and has a stack frame of "
             f"{kernel.frame}  FAILED"
         )
+    slow = [line.strip() for line in text.splitlines() if "wgmma" in line and "serialized" in line]
+    for line in slow:
+        print(f"{where} {line}  FAILED")
     registers = max((kernel.registers for kernel in kernels), default=0)
     print(f"{where} {len(kernels)} kernels, at most {registers} registers")
-    return len(bad), len(kernels)
+    return len(bad) + len(slow), len(kernels)
 
 
 def chosen_units(everything: bool) -> list[Unit]:

@@ -320,7 +320,8 @@ struct SampleRowsParams {
 
 // Computes y = x · wᵀ + bias per expert: rows [offsets[e], offsets[e + 1]) of y use expert e's
 // weight, [out, cols]. All weights have one shape and one format. A row of y has the same bits as
-// Linear with its row of x and its weight. Weights of experts without rows are not read.
+// Linear with its row of x and its weight, unless a device chooses kernels by their times. Weights
+// of experts without rows are not read.
 struct GroupedLinearParams {
   const float* x = nullptr;  // rows of [cols], x_stride floats apart
   int64_t x_stride = 0;

@@ -287,6 +287,8 @@ void WaitForProducts() {
   shim::MeetWarp({"wgmma.wait", nullptr, 0, nullptr, 0}, [](shim::LaneWords&) {});
   shim::WaitForProducts(kNewest);
 }
+template <int kCount>
+void KeepSums(float (&)[kCount]) {}
 template <int kRows>
 void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], const void* b) {
   static_assert(kRows == 32 || kRows == 64 || kRows == 128);

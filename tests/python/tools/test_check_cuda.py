@@ -9,6 +9,11 @@ import pytest
 
 DECODE = "_ZN9turbomind4cuda12DecodeKernelILi1EEEv"
 
+SERIALIZED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to function calls\n"
+)
+
 
 def ptxas(name: str, *, frame: int = 0, spilled: int = 0) -> str:
     return (
@@ -25,6 +30,7 @@ def ptxas(name: str, *, frame: int = 0, spilled: int = 0) -> str:
         (ptxas("_Z5firstv", frame=40), 1, "a stack frame of 40  FAILED"),
         (ptxas(DECODE, frame=8), 1, "a stack frame of 8  FAILED"),
         (ptxas("_Z5firstv", spilled=4), 1, "spills 4 bytes"),
+        (ptxas(DECODE) + SERIALIZED, 1, "due to function calls  FAILED"),
         ("", 1, "does not compile"),
     ],
 )

@@ -28,16 +28,18 @@ struct ExpertWeight {
   float factor = 1.f;
 };
 
-// All matrices have one format and the same cols. Grid: slots of rows × blocks of outputs.
+// All matrices have one format and the same cols. Unless a kernel says otherwise, rows of x begin
+// at multiples of 16 bytes, cols are whole units, and the grid is slots of rows × blocks of
+// outputs.
 struct LinearKernelParams {
-  const float* x = nullptr;  // rows begin at multiples of 16 bytes
+  const float* x = nullptr;
   int64_t x_stride = 0;
   const int32_t* x_rows = nullptr;  // [num_rows] or null
   float* y = nullptr;
   int64_t y_stride = 0;
   int num_rows = 0;
   bool accumulate = false;
-  int cols = 0;  // whole units
+  int cols = 0;
   int num_segments = 0;
   LinearSegment segments[kMaxSegments] = {};
   // Grouped: one segment, whose weight, bias and factor are replaced by those of the expert.

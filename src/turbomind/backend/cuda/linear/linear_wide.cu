@@ -21,7 +21,8 @@ __global__ void ProbeKernel(ProbeParams params) {
   }
 }
 
-// Experts with more rows than the average need a second tile less often than half of the time.
+// Tiles for up to this many rows, for experts on average. With even routing, at most half of the
+// experts then need a second tile.
 constexpr int kRowsOfSmallTile = 32;
 constexpr int kRowsOfTile = 64;
 constexpr int kMaxBlocksPerSm = 2;  // of all configurations
@@ -32,9 +33,9 @@ void RunWideKernel(const Context& ctx, const LinearKernelParams& linear,
   static_assert(C::kBlocksPerSm <= kMaxBlocksPerSm);
   WideParams params = {.linear = linear,
                        .x_cols = static_cast<int>(CeilDiv(linear.cols, kWideCols) * kWideCols),
-                       .output_blocks = static_cast<int>(CutOutputs(&params.linear, C::kOutputs)),
                        .num_blocks = C::kBlocksPerSm * ctx.gpu.num_sms,
                        .gate = gate};
+  params.output_blocks = static_cast<int>(CutOutputs(&params.linear, C::kOutputs));
   const int64_t x_bytes = CeilDiv(int64_t{linear.num_rows} * params.x_cols * 2, 256) * 256;
   const int64_t part_bytes = int64_t{2} * params.num_blocks * C::kSlotBytes;
   char* memory = static_cast<char*>(ctx.workspace->Get(static_cast<size_t>(x_bytes + part_bytes)));

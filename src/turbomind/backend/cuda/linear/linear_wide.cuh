@@ -64,7 +64,7 @@ struct WideConfig {
   static constexpr int kSlotBytes = kOutputs * kRows * 4;
   static constexpr int kUnrolledQuads = kRows == 128 ? 2 : 1;  // of 32, or of at most 8
   static_assert(W::kBlocks * kUnits == 2);
-  static_assert(kSlotBytes <= kStages * kStepBytes);
+  static_assert(kStages * kStepBytes <= kMaxBytes && kSlotBytes <= kStages * kStepBytes);
 
   // Shared memory: stages of x, rings, a flag, and the first row tiles of experts.
   static constexpr int kFlagAt = kStages * kStepBytes;
@@ -220,6 +220,10 @@ TM_DEVICE void SumSteps(const WideParams& params, const LinearBlock& block, int 
   }
   float sums[C::kTiles][C::kSums] = {};
   uint32_t factors[2][C::kTiles][2][4];
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+    KeepSums(sums[m]);
+  }
   int stage = 0;
   int step = begin;
 #pragma unroll 1
@@ -253,6 +257,10 @@ TM_DEVICE void SumSteps(const WideParams& params, const LinearBlock& block, int 
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
   } while (++step < end);
   WaitForProducts<0>();
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+    KeepSums(sums[m]);
+  }
   WaitForCopies<0>();
   SyncBlock();  // all products have read the stages
 #pragma unroll
@@ -313,21 +321,22 @@ TM_DEVICE Words<16>* PartOf(const WideParams& params, int worker, bool begins) {
   return reinterpret_cast<Words<16>*>(slot) + ThreadIndexX();
 }
 
-// Note that a part of an item is stored. Return whether it is the last of `count` parts.
+// Note that a part of an item is stored. Return whether it is the last of `count` parts, and all
+// others can be read.
 template <class C>
 TM_DEVICE bool IsLastPart(int32_t* arrivals, int count) {
-  FenceGlobal();
-  SyncBlock();
   char* flag = SharedMemory() + C::kFlagAt;
+  SyncBlock();  // the stores of all threads are before the fence
   if (ThreadIndexX() == 0) {
+    FenceGlobal();
     const bool is_last = AddGlobal(arrivals, 1) == count - 1;
+    FenceGlobal();
     if (is_last) {
       StoreGlobal(arrivals, 0);
     }
     StoreShared(flag, static_cast<int>(is_last));
   }
   SyncBlock();
-  FenceGlobal();
   return LoadShared<int>(flag) != 0;
 }
 

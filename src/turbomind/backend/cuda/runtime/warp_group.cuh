@@ -25,6 +25,14 @@ TM_DEVICE void FenceSharedForProducts() {
 }
 // Order writes to registers before the next products that read them or add to them.
 TM_DEVICE void FenceRegisters() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Keep the compiler from moving other uses of sums across this place.
+template <int kCount>
+TM_DEVICE void KeepSums(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+f"(sums[i])::"memory");
+  }
+}
 // Make a group of the products since the last one.
 TM_DEVICE void CommitProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait for all groups except the newest kNewest.
@@ -37,7 +45,7 @@ TM_DEVICE void WaitForProducts() {
 TM_DEVICE uint64_t DescribeRows(const void* rows) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;  // bytes from 8 rows to the next 8
-  constexpr uint64_t kUnused = uint64_t{1} << 16;
+  constexpr uint64_t kUnused = uint64_t{1} << 16;  // the other distance, which a swizzle implies
   const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(rows));
   return kSwizzle128 | kEightRows | kUnused | (at & 0x3ffff) >> 4;
 }
@@ -58,29 +66,29 @@ TM_DEVICE void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], c
   const uint64_t rows = DescribeRows(b);
   if constexpr (kRows == 32) {
     asm volatile(
-        "{.reg .pred add; setp.eq.b32 add, 0, 0;"
+        "{.reg .pred p; setp.eq.b32 p, 0, 0;"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
-        "{%16,%17,%18,%19}, %20, add, 1, 1, 0;}"
+        "{%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
         : TM_SUMS_16(0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
   } else if constexpr (kRows == 64) {
     asm volatile(
-        "{.reg .pred add; setp.eq.b32 add, 0, 0;"
+        "{.reg .pred p; setp.eq.b32 p, 0, 0;"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"
         "%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-        "{%32,%33,%34,%35}, %36, add, 1, 1, 0;}"
+        "{%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
         : TM_SUMS_16(0), TM_SUMS_16(16)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
   } else {
     asm volatile(
-        "{.reg .pred add; setp.eq.b32 add, 0, 0;"
+        "{.reg .pred p; setp.eq.b32 p, 0, 0;"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"
         "%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,"
         "%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
-        "{%64,%65,%66,%67}, %68, add, 1, 1, 0;}"
+        "{%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
         : TM_SUMS_16(0), TM_SUMS_16(16), TM_SUMS_16(32), TM_SUMS_16(48)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
   }
