@@ -16,8 +16,9 @@ from lmdeploy.serve.errors import ApiError, error_body, json_bytes, json_text, t
 from lmdeploy.serve.jobs import Job, close_all, request_error
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
+    from lmdeploy.serve.http.connections import PartWriter
     from lmdeploy.serve.metrics import ServerMetrics
 
 EventJson = dict[str, Any]  # the JSON of one event
@@ -155,19 +156,26 @@ class SseResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. Then cancel the requests that still run, even after an exception."""
-
-        async def send_alone(message: Message) -> None:
-            """Send, then let the event loop notice if the client is gone.
-
-            asyncio logs a warning if more is written to a connection that is lost.
-            """
-            await send(message)
-            await asyncio.sleep(0)
-
+        self._parts: PartWriter | None = scope.get("state", {}).get("parts")
         try:
-            await super().__call__(scope, receive, send_alone)
+            await super().__call__(scope, receive, send)
         finally:
             try:
                 close_all(self._jobs)
             finally:
                 self._on_end()
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the head, the events and the end of the response."""
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        async for part in self.body_iterator:
+            assert isinstance(part, bytes)
+            if self._parts is not None:
+                await self._parts.write(part)
+                continue
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            # Let the event loop notice if the client is gone. asyncio logs a warning if more is
+            # written to a connection that is lost.
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
