@@ -244,9 +244,7 @@ class RequestStream:
             return None
         offset = self._num_prompt_logprobs + 1
         self._num_prompt_logprobs += len(logprobs)
-        return [
-            _logprob_dict(self.prompt_ids[offset + i], item) for i, item in enumerate(logprobs)
-        ]
+        return [_logprob_dict(self.prompt_ids[offset + i], item) for i, item in enumerate(logprobs)]
 
 
 def _joined(logits: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32] | None:

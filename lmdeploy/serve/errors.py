@@ -122,13 +122,15 @@ def anthropic_error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
+# json.dumps() would make one for every event.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 # JSON may contain them, but clients that read events with str.splitlines end a line there.
 _LINE_ENDS = "\x85\u2028\u2029"
 
 
 def json_bytes(body: Any) -> bytes:
     """Return `body` as one line of JSON in UTF-8. Lone surrogates become U+FFFD."""
-    return _one_line(json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    return _one_line(_ENCODER.encode(body))
 
 
 def json_text(text: str) -> bytes:

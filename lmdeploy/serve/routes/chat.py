@@ -205,7 +205,7 @@ class ChatReply:
             usage.add(job, piece)
             delta = self._delta(piece)
             if is_plain and piece.finish_reason is None and len(delta) == 1:
-                (part, value), = delta.items()
+                ((part, value),) = delta.items()
                 if isinstance(value, str):
                     yield template(job.index, part).event(value)
                     return
