@@ -169,13 +169,21 @@ class SseResponse(StreamingResponse):
         """Send the head, the events and the end of the response."""
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        async for part in self.body_iterator:
-            assert isinstance(part, bytes)
-            if self._parts is not None:
+        if self._parts is None:
+            await self._send_parts(send)
+        else:
+            async for part in self.body_iterator:
+                assert isinstance(part, bytes)
                 await self._parts.write(part)
-                continue
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            # Let the event loop notice if the client is gone. asyncio logs a warning if more is
-            # written to a connection that is lost.
-            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_parts(self, send: Send) -> None:
+        """Send the events to a server without PartWriter.
+
+        Between two of them, the event loop can notice that the client is gone. asyncio logs a
+        warning if more is written to a connection that is lost.
+        """
+        await asyncio.sleep(0)
+        async for part in self.body_iterator:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
