@@ -24,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Client(asyncio.Protocol):
     """Counts the events of one stream and keeps the times at which they arrive."""
 
     def __init__(self, load: Load, ended: asyncio.Future[None]) -> None:
-        self._load, self._ended = load, ended
+        self._load, self.ended = load, ended
         self.num_bytes = self.num_events = 0
         self.times: list[float] = []
         self._tail = b""
@@ -104,8 +105,8 @@ class Client(asyncio.Protocol):
         self._tail = self._tail[-2048:] + data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def check(self) -> None:
         """Raise RuntimeError if the stream is not complete."""
@@ -116,28 +117,18 @@ class Client(asyncio.Protocol):
 
 @dataclass
 class Usage:
-    """What the server process has used."""
+    """What a process has used since its start, and its memory."""
 
     cpu_seconds: float
     rss_bytes: int
-    threads: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        """Return the sums since the start of a process."""
+        """Read /proc."""
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        threads: dict[str, float] = {}
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            name, seconds = _task_time(task)
-            threads[name] = threads.get(name, 0.0) + seconds
-        seconds = _task_time(Path(f"/proc/{pid}"))[1]
-        return cls(seconds, pages * os.sysconf("SC_PAGE_SIZE"), threads)
-
-
-def _task_time(folder: Path) -> tuple[str, float]:
-    name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return name, (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return cls(ticks / TICKS_PER_SECOND, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def measure(load: Load, tree: Path) -> Figures:
@@ -145,19 +136,11 @@ def measure(load: Load, tree: Path) -> Figures:
     command = [sys.executable, str(ROOT / "benchmarks/frontend_server.py")]
     command += ["--streams", str(load.streams), "--interval", str(load.interval)]
     command += [] if load.reads else ["--fresh"]
-    old = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(tree)
-    try:
-        with (
-            tempfile.NamedTemporaryFile() as log,
-            serving(command, log=Path(log.name)) as server,
-        ):
-            return uvloop.run(_run(load, server))
-    finally:
-        if old is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = old
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        serving(["env", f"PYTHONPATH={tree}", *command], log=Path(log.name)) as server,
+    ):
+        return uvloop.run(_run(load, server))
 
 
 async def _run(load: Load, server: Server) -> Figures:
@@ -167,14 +150,14 @@ async def _run(load: Load, server: Server) -> Figures:
     clients: list[Client] = []
     for _ in range(load.streams):
         client = Client(load, loop.create_future())
-        await loop.create_connection(lambda client=client: client, "127.0.0.1", server.port)
         clients.append(client)
+        await loop.create_connection(partial(clients.__getitem__, -1), "127.0.0.1", server.port)
     if not load.reads:
-        return await _slow(load, pid, before)
+        return await _slow(load, pid, before=before)
     while not all(client.num_events for client in clients):  # the engine begins with the last one
         await asyncio.sleep(0.002)
     before, own = Usage.of(pid), time.process_time()
-    await asyncio.gather(*(client._ended for client in clients))
+    await asyncio.gather(*(client.ended for client in clients))
     after, own = Usage.of(pid), time.process_time() - own
     for client in clients:
         client.check()
@@ -196,7 +179,7 @@ def _figures(clients: Sequence[Client], load: Load, *, used: float, own: float) 
     }
 
 
-async def _slow(load: Load, pid: int, before: Usage) -> Figures:
+async def _slow(load: Load, pid: int, *, before: Usage) -> Figures:
     peak = 0
     end = time.monotonic() + load.tokens * load.interval + SLOW_SECONDS
     while time.monotonic() < end:
@@ -221,7 +204,7 @@ def loads(options: argparse.Namespace) -> dict[str, Load]:
     }
 
 
-def row_of(name: str, load: Load, runs: Sequence[Figures]) -> dict[str, Any]:
+def row_of(name: str, load: Load, *, runs: Sequence[Figures]) -> dict[str, Any]:
     """Return the median of each figure, and the lowest and highest."""
     figures = {
         key: [
@@ -263,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for side, tree in sides.items():
                 runs[side].append(measure(known[name], tree))
         for side, tree in sides.items():
-            row = {**row_of(name, known[name], runs[side]), "side": side}
+            row = {**row_of(name, known[name], runs=runs[side]), "side": side}
             row["side_commit"] = commit_here(tree)
             file.add(row)
             print(json.dumps(row))

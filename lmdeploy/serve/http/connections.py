@@ -49,7 +49,7 @@ class PartWriter:
     """
 
     def __init__(
-        self, transport: asyncio.Transport, flow: FlowControl, conn: h11.Connection
+        self, transport: asyncio.Transport, *, flow: FlowControl, conn: h11.Connection
     ) -> None:
         self._transport, self._flow, self._conn = transport, flow, conn
 
@@ -78,7 +78,8 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "parts": PartWriter(transport, self.flow, self.conn)}
+        parts = PartWriter(transport, flow=self.flow, conn=self.conn)
+        self.app_state = {**self.app_state, "parts": parts}
         _limit_unsent(transport)
         self._await("head")
         self._close_oldest()
