@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--streams", type=int, default=256)
     add("--tokens", type=int, default=1024, help="of each stream in `throughput`")
     add("--slow-tokens", type=int, default=4096, help="of each stream in `slow`")
-    add("--rate", type=float, default=40_000.0, help="tokens per second of the engine")
+    add("--rate", type=float, default=60_000.0, help="tokens per second of the engine")
     add("--repeats", type=int, default=3)
     add("--json", type=Path, help="add the rows to this file of JSON Lines")
     options = parser.parse_args(arguments)
