@@ -1,10 +1,11 @@
-"""⑨ Convert token ids to text, one at a time.
+"""⑨ Convert token ids to text as they arrive.
 
 Pure and synchronous; one object per answer, used by one coroutine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -51,6 +52,18 @@ class TokenDetokenizer:
     def push(self, token: int) -> str:
         """Return the text that `token` completes."""
         return self._stream.push(token) if token < self._vocab_size else ""
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Return the text that tokens complete."""
+        return self._stream.push_all(tokens)
+
+    @property
+    def num_open(self) -> int:
+        """Return how many of the newest tokens wait for the end of a character.
+
+        REQUIRES: all tokens came by `push_all`.
+        """
+        return self._stream.num_open
 
     @property
     def pending(self) -> bool:

@@ -8,10 +8,73 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from lmdeploy.chat.detokenize import Detokenizer
+    from lmdeploy.chat.formats.text import TextDecoder
+
+
+class Answer(Protocol):
+    """The text of one answer and the tokens that it consists of.
+
+    A token is released together with the last character of its text, so that streamed text, tokens
+    and log probabilities stay aligned.
+    """
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop word has ended the answer."""
+        ...
+
+    @property
+    def stop_word(self) -> str | None:
+        """Return the word that ended the answer."""
+        ...
+
+    def push_all(self, tokens: Sequence[int]) -> int:
+        """Add tokens until the answer is stopped, and return how many were added."""
+        ...
+
+    def finish(self, dropped: Sequence[int] = ()) -> None:
+        """End the answer. `dropped` are further tokens, which may complete a stop word."""
+        ...
+
+    def take(self) -> tuple[str, int]:
+        """Return (text that can be shown, number of tokens that it completes)."""
+        ...
+
+
+class PlainAnswer:
+    """An answer without stop words, whose tokens are decoded all at once."""
+
+    stopped = False
+    stop_word = None
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._text = ""
+        self._num_tokens = 0  # that are not released
+        self._num_open = 0  # of these, the ones that end within a character
+
+    def push_all(self, tokens: Sequence[int]) -> int:
+        """Add tokens, and return how many there are."""
+        self._text += self._decoder.push_all(tokens)
+        self._num_tokens += len(tokens)
+        self._num_open = self._decoder.num_open
+        return len(tokens)
+
+    def finish(self, dropped: Sequence[int] = ()) -> None:
+        """End the answer and release what was held back."""
+        self._text += self._decoder.finish()
+        self._num_open = 0
+
+    def take(self) -> tuple[str, int]:
+        """Return (text that can be shown, number of tokens that it completes)."""
+        text, self._text = self._text, ""
+        num_tokens = self._num_tokens - self._num_open
+        self._num_tokens = self._num_open
+        return text, num_tokens
 
 
 class StopMatcher:
@@ -107,6 +170,14 @@ class AnswerText:
     def push(self, token: int) -> None:
         """Add a token. REQUIRES: not stopped."""
         self._push(token, cut=0)
+
+    def push_all(self, tokens: Sequence[int]) -> int:
+        """Add tokens until the answer is stopped, and return how many were added."""
+        for i, token in enumerate(tokens, 1):
+            self.push(token)
+            if self.stopped:
+                return i
+        return len(tokens)
 
     def _push(self, token: int, *, cut: int) -> int:
         """Add a token without the last `cut` characters, and return how many its text lacks."""

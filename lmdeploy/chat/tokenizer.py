@@ -219,6 +219,20 @@ class Tokenizer:
             raise ValueError(f"The token id is {token_id}. It must be 0 to {self.vocab_size - 1}.")
         return self._all_bytes[self._starts[token_id] : self._starts[token_id + 1]]
 
+    def pieces(self, token_ids: Sequence[int], *, shown: frozenset[int] | None) -> list[bytes]:
+        """Return the bytes of each id. Ids that only pad the model's vocabulary have none.
+
+        `shown` are the special tokens that have bytes. None means all of them.
+        """
+        text, starts, end = self._all_bytes, self._starts, self.vocab_size
+        hidden = self._special if shown is not None else ()
+        return [
+            text[starts[i] : starts[i + 1]]
+            if i < end and (i not in hidden or i in (shown or ()))
+            else b""
+            for i in token_ids
+        ]
+
     def is_special(self, token_id: int) -> bool:
         """Return whether the id is a control token."""
         return token_id in self._special
@@ -265,7 +279,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids one at a time. Not thread-safe."""
+    """Decodes ids as they arrive, one or several at a time. Not thread-safe."""
 
     def __init__(
         self,
@@ -280,6 +294,8 @@ class TextStream:
         self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = begins_text and tokenizer.strips_first_space
+        # The ids since the last complete character. Only `push_all` counts them.
+        self.num_open = 0
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes. Incomplete characters are held back."""
@@ -290,6 +306,30 @@ class TextStream:
             piece = piece.removeprefix(b" ")
             self._strip = False
         return self._decoder.decode(piece)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text that ids complete. Ids that only pad the vocabulary have no text."""
+        if self._strip:
+            return "".join([self._push_open(token_id) for token_id in token_ids])
+        shown = self._shown if self._skip_special else None
+        pieces = self._tokenizer.pieces(token_ids, shown=shown)
+        text = self._decoder.decode(b"".join(pieces))
+        left = len(self._decoder.getstate()[0])
+        if not left:
+            self.num_open = 0
+            return text
+        for count, piece in enumerate(reversed(pieces), 1):
+            left -= len(piece)
+            if left <= 0:
+                self.num_open = count
+                return text
+        self.num_open += len(pieces)  # the character began before these ids
+        return text
+
+    def _push_open(self, token_id: int) -> str:
+        text = self.push(token_id) if token_id < self._tokenizer.vocab_size else ""
+        self.num_open = self.num_open + 1 if self.pending else 0
+        return text
 
     @property
     def pending(self) -> bool:

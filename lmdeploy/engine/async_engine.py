@@ -1,7 +1,7 @@
 """④⑨ The asynchronous engine: takes token ids and streams chunks of text, one stream per request.
 
-One thread waits for the outputs of the C++ engine and passes each to the event loop of its request.
-That loop turns the tokens into text.
+One thread waits for the outputs of the C++ engine and passes those of a step to the event loops of
+their requests, in one call per loop. A loop turns the tokens into text.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
 
 
 class OutputSink(Protocol):
-    """Receives the outputs of one request from the drain thread."""
+    """Receives the outputs of one request in its event loop."""
+
+    loop: asyncio.AbstractEventLoop
 
     def deliver(self, output: RequestOutput | Exception) -> None:
-        """Take an output, or the exception that ends the request."""
+        """Take an output, or the exception that ends the request. It raises nothing."""
         ...
 
 
@@ -382,11 +384,11 @@ class AsyncEngine:
         try:
             while self._draining.is_set():
                 outputs = core.wait_outputs(_WAIT_MS)
-                for output in outputs:
-                    if self._recorder is not None:
+                if self._recorder is not None:
+                    for output in outputs:
                         self._recorder.output(output, core)
-                    self._deliver(output)
-                if not self._has_warned and any(out.finish_reason != "none" for out in outputs):
+                has_ended = self._deliver_all(outputs)
+                if has_ended and not self._has_warned:
                     self._warn_of_clipping()
                 if not outputs and not core.healthy:
                     reason = f"The engine has failed: {core.failure}"
@@ -417,24 +419,33 @@ class AsyncEngine:
             num_values,
         )
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver_all(self, outputs: list[RequestOutput]) -> bool:
+        """Pass outputs to their event loops. Return whether a request has ended."""
+        by_loop: dict[asyncio.AbstractEventLoop, _Delivery] = {}
+        has_ended = False
         with self._lock:
-            if output.finish_reason == "none":
-                stream = self._streams.get(output.request_id)
-            else:
-                stream = self._streams.pop(output.request_id, None)
-        if stream is not None:
+            for output in outputs:
+                if output.finish_reason == "none":
+                    sink = self._streams.get(output.request_id)
+                else:
+                    has_ended = True
+                    sink = self._streams.pop(output.request_id, None)
+                if sink is not None:
+                    by_loop.setdefault(sink.loop, []).append((sink, output))
+        for loop, delivery in by_loop.items():
             try:
-                stream.deliver(output)
-            except RuntimeError:  # its event loop is closed, so no caller waits for the output
-                self.forget(output.request_id)
+                loop.call_soon_threadsafe(_hand_out, delivery)
+            except RuntimeError:  # the event loop is closed, so no caller waits for the outputs
+                for _, output in delivery:
+                    self.forget(output.request_id)
+        return has_ended
 
     def _end_all(self, error: EngineFailure) -> list[int]:
         with self._lock:
             streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
             try:
-                stream.deliver(error)
+                stream.loop.call_soon_threadsafe(stream.deliver, error)
             except RuntimeError:
                 logger.debug("The event loop of request %d is closed.", request_id)
         return list(streams)
@@ -453,6 +464,14 @@ class StepWatch:
         if stats.num_running == 0 or stats.num_steps != self._num_steps:
             self._num_steps, self._begin = stats.num_steps, now
         return now - self._begin > self.limit_s
+
+
+_Delivery = list[tuple[OutputSink, "RequestOutput"]]
+
+
+def _hand_out(delivery: _Delivery) -> None:
+    for sink, output in delivery:
+        sink.deliver(output)
 
 
 _running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()

@@ -10,7 +10,7 @@ from lmdeploy.base.checks import ContextLengthError, OptionError, flag_of
 from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.text import TextDecoder
 from lmdeploy.chat.grammar import Grammars, TokenMask, grammar_text, response_grammar
-from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter
+from lmdeploy.chat.stop_words import Answer, AnswerText, PlainAnswer, SpecialTokenStopFilter
 from lmdeploy.config.option import copy_to_core
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class RequestParts(NamedTuple):
 
     request: Request
     prompt_ids: list[int]
-    answer: SpecialTokenStopFilter
+    answer: Answer
     decoder: AnswerDecoder
 
 
@@ -123,7 +123,9 @@ class RequestMaker:
 
     def _answer_text(
         self, decoder: AnswerDecoder, *, plain_words: list[str], special_words: list[str]
-    ) -> SpecialTokenStopFilter:
+    ) -> Answer:
+        if not plain_words and not special_words and isinstance(decoder, TextDecoder):
+            return PlainAnswer(decoder)
         config, start = self._config, self._start
         include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
         gate = None

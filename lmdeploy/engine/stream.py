@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from lmdeploy.chat.formats.base import AnswerDecoder
-from lmdeploy.chat.stop_words import RepetitionStop, SpecialTokenStopFilter
+from lmdeploy.chat.stop_words import Answer, RepetitionStop
 from lmdeploy.chat.tool_calls import join_tool_calls
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.response import FinishReason, Response
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from lmdeploy._turbomind import RequestOutput, TokenLogprobs
 
 _FINISH_REASONS: dict[str, FinishReason] = {
@@ -25,10 +30,51 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 }
 
 
+class _Waiting:
+    """The outputs that wait for their reader, joined to one.
+
+    A token takes 4 bytes, so a reader that is slow costs less than the KV cache of its request.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "last",
+        "logits",
+        "logprobs",
+        "num_stop_tokens",
+        "prompt_logprobs",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.logits: list[npt.NDArray[np.float32]] = []
+        self.cached_tokens = 0
+        self.last: RequestOutput | None = None  # the output with the finish reason
+        self.num_stop_tokens = 0  # at the end of `tokens`
+
+    def add(self, output: RequestOutput, config: GenerationConfig) -> None:
+        """Append an output. Only the fields that `config` asks for are read."""
+        tokens = output.tokens
+        self.tokens.extend(tokens)
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if config.logprobs is not None:
+            self.logprobs += output.logprobs
+        if config.prompt_logprobs is not None:
+            self.prompt_logprobs += output.prompt_logprobs
+        if config.output_logits is not None and output.logits is not None:
+            self.logits.append(output.logits)
+        if output.finish_reason != "none":
+            self.last, self.num_stop_tokens = output, min(output.stop_tokens, len(tokens))
+
+
 class RequestStream:
     """One response as an asynchronous iterator of chunks.
 
     The last chunk has a finish_reason and nothing else: the others contain all text and tokens.
+    Outputs that arrive while the reader is busy become one chunk.
 
     Only the event loop that created the stream may use it. The stream keeps `prompt_ids` without a
     copy. It calls `forget` with its id when it needs no more outputs.
@@ -40,7 +86,7 @@ class RequestStream:
         prompt_ids: list[int],
         *,
         config: GenerationConfig,
-        answer: SpecialTokenStopFilter,
+        answer: Answer,
         decoder: AnswerDecoder,
         forget: Callable[[int], None],
     ) -> None:
@@ -49,9 +95,11 @@ class RequestStream:
         self.prompt_ids = prompt_ids
         self.config = config
         self._forget = forget
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.created = time.monotonic()
-        self._queue: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+        self._waiting: _Waiting | None = None
+        self._failure: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None  # that waits for an output
         self._done = False
         self._answer = answer
         size, threshold = config.repetition_ngram_size, config.repetition_ngram_threshold
@@ -77,13 +125,15 @@ class RequestStream:
             self._done = True
             return self._last
         while not self._done:
-            output = await self._queue.get()
-            if self._done or output is None:
-                break
-            if isinstance(output, Exception):
+            if self._waiting is None and self._failure is None:
+                await self._wait()
+                continue
+            if self._waiting is None:
                 self._done = True
-                raise output
-            chunk = self._assemble(output)
+                assert self._failure is not None
+                raise self._failure
+            waiting, self._waiting = self._waiting, None
+            chunk = self._assemble(waiting)
             if chunk.finish_reason is None:
                 if chunk.has_content:
                     return chunk
@@ -99,28 +149,49 @@ class RequestStream:
 
     def close(self) -> None:
         """Cancel the request unless it has ended. A waiting iterator then ends. Idempotent."""
-        if not self._done:
-            self._done = True
-            self._queue.put_nowait(None)
+        self._done = True
+        self._waiting = None
+        self._wake()
         self._forget(self.request_id)
 
     def deliver(self, output: RequestOutput | Exception) -> None:
-        """Queue an output, or the exception that ends the stream. The drain thread calls this."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+        """Take an output, or the exception that ends the stream."""
+        if self._done or self._last is not None:
+            return
+        if isinstance(output, Exception):
+            self._failure = output
+        else:
+            if self._waiting is None:
+                self._waiting = _Waiting()
+            self._waiting.add(output, self.config)
+        self._wake()
 
-    def _assemble(self, output: RequestOutput) -> Response:
-        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
-        include_stop = self.config.include_stop_str_in_output
-        kept = max(len(output.tokens) - (0 if include_stop else output.stop_tokens), 0)
-        reason: FinishReason | None = _FINISH_REASONS.get(output.finish_reason)
-        self._push(output.tokens[:kept], output.logprobs)
+    async def _wait(self) -> None:
+        self._reader = self.loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _assemble(self, waiting: _Waiting) -> Response:
+        self._cached_tokens = max(self._cached_tokens, waiting.cached_tokens)
+        last = waiting.last
+        num_kept = len(waiting.tokens)
+        if not self.config.include_stop_str_in_output:
+            num_kept -= waiting.num_stop_tokens
+        reason = None if last is None else _FINISH_REASONS.get(last.finish_reason)
+        self._push(waiting.tokens[:num_kept], waiting.logprobs)
         if self._repeats:
             self._answer.finish()
         if self._repeats or self._answer.stopped:
             reason = "stop"
             self._forget(self.request_id)
         elif reason is not None:
-            self._answer.finish(output.tokens[kept:])
+            self._answer.finish(waiting.tokens[num_kept:])
             if self._answer.stopped:
                 reason = "stop"
         text, count = self._answer.take()
@@ -137,38 +208,49 @@ class RequestStream:
             finish_reason=reason,
             token_ids=tokens,
             logprobs=logprobs if self.config.logprobs is not None else None,
-            logits=output.logits,
-            embedding=output.pooled,
+            logits=_joined(waiting.logits),
+            embedding=None if last is None else last.pooled,
             cached_tokens=self._cached_tokens,
-            prompt_logprobs=self._prompt_logprobs(output),
+            prompt_logprobs=self._prompt_logprobs(waiting.prompt_logprobs),
             reasoning_content=aside.reasoning or None,
             tool_calls=join_tool_calls(aside.tool_calls) or None,
             stop_word=self._answer.stop_word if reason is not None else None,
         )
-        if reason == "error":
-            chunk.error_code = "bad_request" if output.is_request_fault else "engine_error"
-            chunk.error_message, chunk.error_field = output.error, output.error_field or None
+        if reason == "error" and last is not None:
+            chunk.error_code = "bad_request" if last.is_request_fault else "engine_error"
+            chunk.error_message, chunk.error_field = last.error, last.error_field or None
         return chunk
 
-    def _push(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
-        for i, token in enumerate(tokens):
-            self._answer.push(token)
-            self._tokens.append(token)
-            if self.config.logprobs is not None and i < len(logprobs):
-                self._logprobs.append(_logprob_dict(token, logprobs[i]))
-            self._repeats = self._repetition is not None and self._repetition.add(token)
-            if self._repeats or self._answer.stopped:
-                return
+    def _push(self, tokens: Sequence[int], logprobs: list[TokenLogprobs]) -> None:
+        if self._repetition is None:
+            count = self._answer.push_all(tokens)
+        else:
+            count = self._push_until_repeated(tokens, self._repetition)
+        self._tokens += tokens[:count]
+        for token, item in zip(tokens[:count], logprobs, strict=False):
+            self._logprobs.append(_logprob_dict(token, item))
 
-    def _prompt_logprobs(self, output: RequestOutput) -> list[dict[int, float]] | None:
-        if self.config.prompt_logprobs is None or not output.prompt_logprobs:
+    def _push_until_repeated(self, tokens: Sequence[int], repetition: RepetitionStop) -> int:
+        """Add tokens until the answer ends, and return how many were added."""
+        for count, token in enumerate(tokens, 1):
+            self._answer.push_all([token])
+            self._repeats = repetition.add(token)
+            if self._repeats or self._answer.stopped:
+                return count
+        return len(tokens)
+
+    def _prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> list[dict[int, float]] | None:
+        if not logprobs:
             return None
         offset = self._num_prompt_logprobs + 1
-        self._num_prompt_logprobs += len(output.prompt_logprobs)
-        return [
-            _logprob_dict(self.prompt_ids[offset + i], item)
-            for i, item in enumerate(output.prompt_logprobs)
-        ]
+        self._num_prompt_logprobs += len(logprobs)
+        return [_logprob_dict(self.prompt_ids[offset + i], item) for i, item in enumerate(logprobs)]
+
+
+def _joined(logits: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32] | None:
+    if len(logits) > 1:
+        return cast("npt.NDArray[np.float32]", np.concatenate(logits))
+    return logits[0] if logits else None
 
 
 def _logprob_dict(token: int, logprobs: TokenLogprobs) -> dict[int, float]:

@@ -111,16 +111,15 @@ class _Sink:
     def __init__(self, stream: OutputStream, attempt: int) -> None:
         self._stream = stream
         self._attempt = attempt
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self.loop.create_future()
 
     def deliver(self, output: RequestOutput | Exception) -> None:
-        """Take an output, or the exception that ends the request. Another thread calls this."""
+        """Take an output, or the exception that ends the request."""
         if isinstance(output, Exception):
-            self._loop.call_soon_threadsafe(self.fail, output)
+            self.fail(output)
         else:
-            fields = {**output.to_dict(), "request_id": self._attempt}
-            self._loop.call_soon_threadsafe(self._put, fields)
+            self._put({**output.to_dict(), "request_id": self._attempt})
 
     def fail(self, error: Exception) -> None:
         """End the request with an error unless it has ended."""

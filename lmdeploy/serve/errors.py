@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from json.encoder import encode_basestring
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -121,13 +122,26 @@ def anthropic_error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
+# json.dumps() would make one for every event.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 # JSON may contain them, but clients that read events with str.splitlines end a line there.
 _LINE_ENDS = "\x85\u2028\u2029"
 
 
 def json_bytes(body: Any) -> bytes:
     """Return `body` as one line of JSON in UTF-8. Lone surrogates become U+FFFD."""
-    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _one_line(_ENCODER.encode(body))
+
+
+def json_text(text: str) -> bytes:
+    """Return what `json_bytes` does for a text, in a tenth of the time."""
+    return _one_line(encode_basestring(text))
+
+
+def _one_line(text: str) -> bytes:
+    """Return JSON as bytes without line ends and lone surrogates."""
+    if text.isascii():
+        return text.encode()
     for end in _LINE_ENDS:
         if end in text:
             text = text.replace(end, f"\\u{ord(end):04x}")

@@ -31,6 +31,11 @@ LIMITS = (
     ("serve.http.bodies", "MAX_OPEN_BYTES", "{} bytes in incomplete bodies at the same time"),
     ("serve.http.bodies", "BODY_SECONDS", "{} seconds until a body is complete"),
     ("serve.http.connections", "HEAD_SECONDS", "{} seconds until a head is complete"),
+    (
+        "serve.http.connections",
+        "UNREAD_SECONDS",
+        "{} seconds in which a client reads nothing although a response waits",
+    ),
     ("serve.http.connections", "MAX_WAITING", "{} connections with an incomplete head after 1 s"),
     ("serve.http.accepting", "MAX_DESCRIPTORS", "{} open files, or the system's limit if lower"),
     ("serve.http.accepting", "RESERVED_DESCRIPTORS", "{} of them are not used for connections"),

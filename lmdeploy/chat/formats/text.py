@@ -45,6 +45,18 @@ class TextDecoder:
         """Return the content that `token` completes."""
         return self._split(self._text.push(token))
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Return the content that tokens complete."""
+        return self._split(self._text.push_all(tokens))
+
+    @property
+    def num_open(self) -> int:
+        """Return how many of the newest tokens wait for the end of a character.
+
+        REQUIRES: all tokens came by `push_all`.
+        """
+        return self._text.num_open
+
     @property
     def pending(self) -> bool:
         """Return whether an incomplete character is held back."""

@@ -1,26 +1,36 @@
-"""① Closes connections that keep the server waiting for a request.
+"""① Closes connections that keep the server waiting, and writes the parts of streamed bodies.
 
 uvicorn limits the time between requests (`timeout_keep_alive`) and the size of a head, but not the
-time until a head is complete.
+time until a head is complete, nor the time until a response is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, Literal
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmdeploy.serve.errors import ApiError, error_body, json_bytes
+
+logger = logging.getLogger("lmdeploy")
 
 HEAD_SECONDS = 10
 # A client that receives an error may still be sending the body. Without this time for the rest, TCP
 # could drop the error before the client reads it.
 REST_SECONDS = 5
+# A connection is closed if its client has read nothing for this time although more waits for it.
+UNREAD_SECONDS = 60
+# The system takes bytes of a response while it has fewer than this number that are not sent. It
+# would take several MB for a client that does not read.
+_UNSENT_BYTES = 1 << 16
 # Connections without a complete head. Above the limit, the oldest one is closed if it has waited
 # for CROWDED_SECONDS, so that many clients can connect at the same moment.
 MAX_WAITING = 256
@@ -31,21 +41,83 @@ CROWDED_SECONDS = 1.0
 Part = Literal["head", "body", "rest", "idle"]
 
 
+class PartWriter:
+    """Writes the parts of a streamed body directly to a connection.
+
+    A part would otherwise pass every middleware and the state machine of h11. REQUIRES: the head of
+    a response without Content-Length was sent, and the end of the body is sent as usual.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, *, flow: FlowControl, conn: h11.Connection
+    ) -> None:
+        self._transport, self._flow, self._conn = transport, flow, conn
+
+    async def write(self, part: bytes) -> None:
+        """Write a part, which is not empty. Wait as long as the client is too slow."""
+        if self._flow.write_paused:
+            await self._flow.drain()
+        if self._transport.is_closing():
+            return
+        if (self._conn.their_http_version or b"") >= b"1.1":
+            part = b"%x\r\n%b\r\n" % (len(part), part)  # RFC 9112, section 7.1
+        self._transport.write(part)
+
+
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with deadlines for heads and for the rest of refused bodies."""
+    """uvicorn's HTTP/1.1 connection with deadlines.
+
+    They are for heads, for the rest of refused bodies, and for reading responses. The state of a
+    request has the PartWriter of its connection as `parts`.
+    """
 
     _timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
     awaited: Part | None = None
     waits_since = 0.0  # the time at which it began to wait for `awaited`
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        parts = PartWriter(transport, flow=self.flow, conn=self.conn)
+        self.app_state = {**self.app_state, "parts": parts}
+        _limit_unsent(transport)
         self._await("head")
         self._close_oldest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.stop_waiting()
+        self._stop_unread_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread_timer()
+
+    def _watch_reading(self, num_bytes: int) -> None:
+        """Close the connection unless fewer than `num_bytes` wait when the time is over."""
+
+        def check() -> None:
+            waiting = self.transport.get_write_buffer_size()
+            if waiting < num_bytes:
+                self._watch_reading(waiting)
+                return
+            logger.warning(
+                "A client has read nothing for %d s. Its connection is closed, and its requests "
+                "are cancelled.",
+                UNREAD_SECONDS,
+            )
+            self.transport.abort()
+
+        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, check)
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -110,6 +182,14 @@ class LimitedProtocol(H11Protocol):
         ]
         if len(waiting) > MAX_WAITING:
             close_longest_waiting(waiting)
+
+
+def _limit_unsent(transport: asyncio.Transport) -> None:
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    sock = transport.get_extra_info("socket")
+    if option is not None and sock is not None and sock.family != socket.AF_UNIX:
+        with suppress(OSError):  # a system without the option
+            sock.setsockopt(socket.IPPROTO_TCP, option, _UNSENT_BYTES)
 
 
 def waiting_connections(connections: Collection[Any]) -> list[LimitedProtocol]:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -32,7 +33,7 @@ from lmdeploy.serve.schema import (
     Unsupported,
 )
 from lmdeploy.serve.state import ServerState
-from lmdeploy.serve.streaming import EventJson, answer_events
+from lmdeploy.serve.streaming import HOLE, Event, EventJson, EventTemplate, answer_events
 
 router = ApiRouter()
 
@@ -188,16 +189,27 @@ class ChatReply:
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """Yield the events of a response with `stream`."""
         usage = Usage()
-        wanted = self._request.streams_usage
+        request = self._request
+        wanted = request.streams_usage
+        is_plain = not (request.logprobs or request.return_logprob or request.return_token_ids)
 
         def chunk(job: Job, delta: dict[str, Any], *, piece: Answer | None) -> EventJson:
             body = self._chunk(job, delta, piece=piece)
             return {**body, "usage": None} if wanted else body
 
-        def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
+        @cache
+        def template(index: int, part: str) -> EventTemplate:
+            return EventTemplate(chunk(jobs[index], {part: HOLE}, piece=None))
+
+        def bodies(job: Job, piece: Answer) -> Iterator[Event]:
             usage.add(job, piece)
             delta = self._delta(piece)
-            has_tokens = self._request.logprobs or self._tokens(piece)
+            if is_plain and piece.finish_reason is None and len(delta) == 1:
+                ((part, value),) = delta.items()
+                if isinstance(value, str):
+                    yield template(job.index, part).event(value)
+                    return
+            has_tokens = request.logprobs or self._tokens(piece)
             if delta or piece.finish_reason is not None or has_tokens:
                 yield chunk(job, delta, piece=piece)
 

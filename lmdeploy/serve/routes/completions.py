@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -27,7 +28,7 @@ from lmdeploy.serve.schema import (
     Unsupported,
 )
 from lmdeploy.serve.state import ServerState
-from lmdeploy.serve.streaming import EventJson, answer_events
+from lmdeploy.serve.streaming import HOLE, Event, EventJson, EventTemplate, answer_events
 
 router = ApiRouter()
 
@@ -86,11 +87,24 @@ class CompletionReply:
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """Yield the events of a response with `stream`."""
         usage = Usage()
-        wanted = self._request.streams_usage
+        request = self._request
+        wanted = request.streams_usage
+        is_plain = not (request.echo or request.logprobs is not None or request.return_token_ids)
         held: dict[int, list[Answer]] = {}  # chunks that contain only prompt logprobs
 
-        def bodies(job: Job, chunk: Answer) -> Iterator[EventJson]:
+        def body_of(choice: dict[str, Any]) -> EventJson:
+            body = {**self._head(), "choices": [choice]}
+            return {**body, "usage": None} if wanted else body
+
+        @cache
+        def template(index: int) -> EventTemplate:
+            return EventTemplate(body_of(_plain_choice(index, HOLE, finish_reason=None)))
+
+        def bodies(job: Job, chunk: Answer) -> Iterator[Event]:
             usage.add(job, chunk)
+            if is_plain and chunk.token_ids and chunk.finish_reason is None:
+                yield template(job.index).event(chunk.text)
+                return
             if not chunk.token_ids and not chunk.text and chunk.finish_reason is None:
                 held.setdefault(job.index, []).append(chunk)
                 return
@@ -98,8 +112,7 @@ class CompletionReply:
             choice = self._choice(job, chunk)
             if choice["logprobs"] and not choice["logprobs"]["tokens"]:
                 choice["logprobs"] = None
-            body = {**self._head(), "choices": [choice]}
-            yield {**body, "usage": None} if wanted else body
+            yield body_of(choice)
 
         def last() -> Iterator[EventJson]:
             if wanted:
@@ -111,12 +124,8 @@ class CompletionReply:
         echo = bool(self._request.echo) and job.index not in self._echoed
         self._echoed.add(job.index)
         prompt_text = self._prompt_text(job) if echo else ""
-        choice: dict[str, Any] = {
-            "index": job.index,
-            "text": prompt_text + chunk.text,
-            "logprobs": None,
-            "finish_reason": chunk.finish_reason,
-        }
+        text = prompt_text + chunk.text
+        choice = _plain_choice(job.index, text, finish_reason=chunk.finish_reason)
         if self._request.return_token_ids:
             choice["gen_tokens"] = chunk.token_ids
         if self._request.logprobs is not None:
@@ -150,6 +159,10 @@ class CompletionReply:
             "created": self._created,
             "model": self._state.model_name,
         }
+
+
+def _plain_choice(index: int, text: str, *, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
 _ENDPOINT = Endpoint(

@@ -28,7 +28,7 @@ from lmdeploy.serve.schema import (
     of_option,
 )
 from lmdeploy.serve.state import ServerState
-from lmdeploy.serve.streaming import answer_events
+from lmdeploy.serve.streaming import HOLE, Event, EventTemplate, answer_events
 
 router = ApiRouter()
 
@@ -140,9 +140,22 @@ class GenerateReply:
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """Yield the events of a response with `stream`."""
-        return answer_events(
-            jobs, self._state.metrics, bodies=lambda job, chunk: [self._body(job, chunk)]
-        )
+        template: EventTemplate | None = None
+
+        def bodies(job: Job, chunk: Answer) -> list[Event]:
+            nonlocal template
+            body = self._body(job, chunk)
+            meta = body["meta_info"]
+            if self._request.return_logprob or chunk.finish_reason is not None:
+                return [body]
+            if template is None:
+                holes = {"completion_tokens": HOLE, "cached_tokens": HOLE}
+                sample = {"text": HOLE, "output_ids": HOLE, "meta_info": {**meta, **holes}}
+                template = EventTemplate(sample)
+            ids, num_tokens = chunk.token_ids, chunk.generate_token_len
+            return [template.event(chunk.text, ids, num_tokens, chunk.cached_tokens)]
+
+        return answer_events(jobs, self._state.metrics, bodies=bodies)
 
 
 _ENDPOINT = Endpoint(prepare_generate, GenerateReply, fields={"logprobs": "top_logprobs_num"})

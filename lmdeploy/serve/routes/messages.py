@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -40,7 +41,14 @@ from lmdeploy.serve.schema import (
     of_option,
 )
 from lmdeploy.serve.state import ServerState
-from lmdeploy.serve.streaming import EventForm, EventJson, answer_events
+from lmdeploy.serve.streaming import (
+    HOLE,
+    Event,
+    EventForm,
+    EventJson,
+    EventTemplate,
+    answer_events,
+)
 
 router = ApiRouter()
 
@@ -303,7 +311,7 @@ class MessageReply:
         message = {**self._message(usage), "content": []}
         first = [{"type": "message_start", "message": message}]
 
-        def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
+        def bodies(job: Job, piece: Answer) -> Iterator[Event]:
             usage.add(job, piece)
             yield from _block_events(piece, block)
             if piece.finish_reason is not None:
@@ -370,25 +378,24 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"invalid_arguments": call.function.arguments}
 
 
-def _block_events(piece: Answer, block: _OpenBlock) -> Iterator[EventJson]:
+def _block_events(piece: Answer, block: _OpenBlock) -> Iterator[Event]:
     """Yield the events of one chunk, which may open and close blocks."""
     if piece.reasoning_content:
         if block.kind != "thinking":
             empty = {"type": "thinking", "thinking": "", "signature": ""}
             yield from _open(block, "thinking", empty=empty)
-        delta = {"type": "thinking_delta", "thinking": piece.reasoning_content}
-        yield _delta(block, delta)
+        yield _text_template(block.index, "thinking").event(piece.reasoning_content)
     if piece.text:
         if block.kind != "text":
             yield from _open(block, "text", empty=_text_block(""))
-        yield _delta(block, {"type": "text_delta", "text": piece.text})
+        yield _text_template(block.index, "text").event(piece.text)
     for call in piece.tool_calls or []:
         if block.kind != "tool_use" or block.call != call.index:
             yield from _open(block, "tool_use", empty=_call_block(call))
             block.call = call.index
         if call.function.arguments:
             delta = {"type": "input_json_delta", "partial_json": call.function.arguments}
-            yield _delta(block, delta)
+            yield _delta(block.index, delta)
 
 
 def _open(
@@ -406,8 +413,14 @@ def _close(block: _OpenBlock) -> Iterator[EventJson]:
         yield {"type": "content_block_stop", "index": block.index}
 
 
-def _delta(block: _OpenBlock, delta: dict[str, Any]) -> EventJson:
-    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+def _delta(index: int, delta: dict[str, Any]) -> EventJson:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+@lru_cache
+def _text_template(index: int, kind: Literal["thinking", "text"]) -> EventTemplate:
+    """Return the template of the events with text of a block."""
+    return EventTemplate(_delta(index, {"type": f"{kind}_delta", kind: HOLE}), _EVENTS)
 
 
 _ENDPOINT = Endpoint(

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import codecs
+from functools import cache
 
 import pytest
 from fake_engine import EOS, FakeTextStream
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
 
-from lmdeploy.chat.stop_words import AnswerText, SpecialTokenStopFilter, StopMatcher
+from lmdeploy.chat.detokenize import TokenDetokenizer
+from lmdeploy.chat.formats.text import TextDecoder
+from lmdeploy.chat.stop_words import AnswerText, PlainAnswer, SpecialTokenStopFilter, StopMatcher
+from lmdeploy.chat.tokenizer import Tokenizer, byte_alphabet
+
+VOCAB_SIZE = 257  # the bytes, and a special token
+
+
+@cache
+def byte_tokenizer():
+    backend = Backend(models.BPE(byte_alphabet(), []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer = Tokenizer(backend, eos_ids=[])
+    assert tokenizer.vocab_size == VOCAB_SIZE
+    return tokenizer
 
 
 class Pieces:
@@ -274,3 +292,31 @@ def test_special_token_stop_filter_hides_incomplete_character():
     for token in [*"né".encode(), EOS]:
         answer.push(token)
     assert answer.stopped and answer.take()[0] == "n"
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE + 1), max_size=24), st.data())
+def test_plain_answer_releases_the_text_and_tokens_that_answer_text_does(tokens, data):
+    """Tokens are bytes, a special token and ids that only pad the vocabulary."""
+    tokenizer = byte_tokenizer()
+
+    def decoder():
+        return TextDecoder(TokenDetokenizer(tokenizer, skip_special=True, begins_text=True))
+
+    one_by_one = AnswerText(decoder())
+    expected = []
+    for token in tokens:
+        one_by_one.push(token)
+        expected.append(one_by_one.take())
+    one_by_one.finish()
+    rest = one_by_one.take()
+
+    plain = PlainAnswer(decoder())
+    done = 0
+    while done < len(tokens):
+        size = data.draw(st.integers(1, len(tokens) - done))
+        assert plain.push_all(tokens[done : done + size]) == size
+        parts = expected[done : done + size]
+        assert plain.take() == ("".join(text for text, _ in parts), sum(n for _, n in parts))
+        done += size
+    plain.finish()
+    assert plain.take() == rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class FakeTextStream:
     def __init__(self, skip_special: bool, tokenizer: FakeTokenizer | None = None) -> None:
         import codecs
 
+        self.num_open = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._skip_special = skip_special
         self._tokenizer = tokenizer or FakeTokenizer()
@@ -58,6 +59,13 @@ class FakeTextStream:
         if self._skip_special and self._tokenizer.is_special(token):
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token))
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        text = ""
+        for token in tokens:
+            text += self.push(token) if token < self._tokenizer.vocab_size else ""
+            self.num_open = self.num_open + 1 if self.pending else 0
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import bench_engine
+import bench_frontend
 import bench_gpu
 import bench_server
 import pytest
@@ -219,3 +220,17 @@ def test_gpu_check_tuner_prints_and_stores_rows_to_commit(tmp_path):
     )
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 1 and "tuner        FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("endpoint", bench_frontend.ENDPOINTS)
+def test_bench_frontend_counts_the_tokens_of_every_endpoint(endpoint):
+    load = bench_frontend.Load(endpoint, streams=4, tokens=20, interval=0.005)
+    figures = bench_frontend.measure(load, ROOT)
+    assert 0 < figures["tokens_per_s"] < 4 / 0.005 * 1.5
+    assert figures["events_per_token"] > 0.1 and figures["p99_gap_ms"] > 0
+
+
+def test_bench_frontend_measures_the_memory_of_clients_that_do_not_read(monkeypatch):
+    monkeypatch.setattr(bench_frontend, "SLOW_SECONDS", 0.5)
+    load = bench_frontend.Load("chat", streams=4, tokens=100, interval=0.001, reads=False)
+    assert bench_frontend.measure(load, ROOT)["rss_mib"] > 10
