@@ -127,6 +127,14 @@ TEST_CASE("a tile of warp groups has no rows and outputs but its own") {
   }
 }
 
+TEST_CASE("warp groups multiply more rows than a group of tiles has") {
+  if (!HasWarpGroups()) {
+    return;
+  }
+  WideGpu gpu;
+  CheckWide(gpu, RandomParts({MatrixFormat::kBF16}, {260}, 32), {2060, true, false, 0});
+}
+
 TEST_CASE("blocks of warp groups that share items compute every step once") {
   for (const int num_blocks : {1, 2, 5, 8, 264}) {
     for (const int num_items : {0, 1, 2, 3, 7, 10, 13, 300}) {

@@ -105,8 +105,12 @@ TM_DEVICE int FindExpertTiles(const LinearKernelParams& p) {
   return LoadShared<int>(firsts + 4 * p.num_experts);
 }
 
-// Find the rows and outputs of an item. Items of one block of outputs are adjacent, so that blocks
-// that run at the same time read the same weights.
+// Tiles of rows whose items are adjacent. With 128 rows of 8,192 columns, 32 MiB of x stay in L2
+// while all weights pass by.
+inline constexpr int kGroupedRowTiles = 16;
+
+// Find the rows and outputs of an item. In a group of row tiles, items of one block of outputs are
+// adjacent, so that blocks that run at the same time read the same weights.
 template <class C>
 TM_DEVICE LinearBlock FindItem(const WideParams& params, int item) {
   const LinearKernelParams& p = params.linear;
@@ -131,11 +135,14 @@ TM_DEVICE LinearBlock FindItem(const WideParams& params, int item) {
     first_row = LoadGlobal(p.offsets + expert);
     end_row = LoadGlobal(p.offsets + expert + 1);
   }
-  FindOutputs(p, item / row_tiles, C::kOutputs, &block);
+  const int group = item / (kGroupedRowTiles * params.output_blocks) * kGroupedRowTiles;
+  const int in_group = row_tiles - group < kGroupedRowTiles ? row_tiles - group : kGroupedRowTiles;
+  item -= group * params.output_blocks;
+  FindOutputs(p, item / in_group, C::kOutputs, &block);
   if (p.experts != nullptr) {
     UseExpert(p, expert, &block);
   }
-  block.first_row = first_row + item % row_tiles * C::kRows;
+  block.first_row = first_row + (group + item % in_group) * C::kRows;
   block.num_rows = end_row - block.first_row < C::kRows ? end_row - block.first_row : C::kRows;
   return block;
 }
