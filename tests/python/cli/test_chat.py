@@ -121,6 +121,20 @@ def test_talk_answers_wrong_commands_and_sends_paths_to_the_model():
     assert "You said: /NOTHING-LIKE-IT" in text
 
 
+def step_by_step(pipeline: Pipeline) -> None:
+    """Let the engine take a step only when the last chunk was read, so that a token is a chunk."""
+    permits = pipeline.engine.running.core.permits = threading.Semaphore(0)
+    infer = pipeline.stream_infer
+
+    def stream_infer(*args, **kwargs):
+        permits.release()
+        for chunk in infer(*args, **kwargs):
+            yield chunk
+            permits.release()
+
+    pipeline.stream_infer = stream_infer
+
+
 def test_talk_continues_a_conversation_after_ctrl_c():
     class Interrupting(io.StringIO):
         after = "O"
@@ -140,6 +154,7 @@ def test_talk_continues_a_conversation_after_ctrl_c():
         return "YYOU" if len(prompts) == 1 else "continued"
 
     with Pipeline("fake", engine=make_engine(answer)) as pipeline:
+        step_by_step(pipeline)
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
     assert "YYO\n[stopped]\n" in out.getvalue() and "continued" in out.getvalue()
     assert prompts[1] == "<user>stop this\n<assistant>YYO\n<user>go on\n<assistant>"
@@ -160,6 +175,7 @@ def test_ctrl_c_stops_a_response_wherever_it_arrives():
     handler = signal.getsignal(signal.SIGINT)
     engine = make_engine(lambda prompt: "YO" + "x" * 500 if "and" not in prompt else "z" * 9)
     with Pipeline("fake", engine=engine) as pipeline:
+        step_by_step(pipeline)
         infer = pipeline.stream_infer
 
         def stream_infer(*args, **kwargs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import pytest
 from fake_engine import make_engine
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import CHAT, connect, post, post_head, serving
+from serving import CHAT, connect, post_head, serving
 
 from lmdeploy import GenerationConfig
 from lmdeploy._turbomind import RequestOutput
@@ -191,10 +192,20 @@ def test_a_stream_of_http_1_0_has_no_chunk_sizes() -> None:
 
 
 def test_one_output_at_a_time_is_one_event_each() -> None:
-    with serving(make_engine(step_seconds=0.03)) as url:
-        text = post(url, "/v1/chat/completions", {**CHAT, "stream": True}).text
-    contents = [line for line in text.splitlines() if '"content":"' in line][1:]
-    assert len(contents) == len("You said: HELLO")
+    engine = make_engine()
+    permits = engine.running.core.permits = threading.Semaphore(1)  # type: ignore[attr-defined]
+    with serving(engine) as url, connect(url) as sock:
+        body = json.dumps({**CHAT, "stream": True}).encode()
+        sock.sendall(post_head("/v1/chat/completions", len(body)) + body)
+        data, num_read = b"", 0
+        while b"[DONE]" not in data:
+            data += sock.recv(1 << 16)
+            num_events = data.count(b'"content":"') - 1  # the first event has the role
+            assert num_events - num_read in (-1, 0, 1)
+            if num_events > num_read:
+                num_read = num_events
+                permits.release()
+    assert num_read == len("You said: HELLO")
 
 
 def test_outputs_that_wait_become_one_chunk() -> None:

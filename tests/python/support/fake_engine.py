@@ -180,6 +180,7 @@ class FakeCore(NoPrefixCache):
         self.tokens_per_step = 1
         self.cache_tokens = 640
         self.step_seconds = step_seconds
+        self.permits: threading.Semaphore | None = None  # each step with outputs needs one
         self.session_len = session_len
         self.failure = ""
         self.closed = False
@@ -221,7 +222,9 @@ class FakeCore(NoPrefixCache):
                 self._changed.wait(timeout_ms / 1000)
             outputs, self._ready = self._ready, []
             outputs += [self._steps(running) for running in list(self._running.values())]
-        if self.step_seconds:
+        if self.permits is not None and outputs:
+            self.permits.acquire(timeout=5)
+        elif self.step_seconds:
             time.sleep(self.step_seconds)
         return outputs
 
