@@ -87,7 +87,7 @@ TM_DEVICE uint32_t SelectGroups(const RouteExpertsParams& p, const RouteChoice& 
 // One warp per token. It first finds the key of the token's last expert. It then writes the experts
 // with that key or a larger one, in the order of their ids.
 template <int kWarps>
-__global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsParams p) {
+__global__ void __launch_bounds__(32 * kWarps, 8) RouteExpertsKernel(RouteExpertsParams p) {
   const int lane = ThreadIndexX() & 31;
   const int64_t token = static_cast<int64_t>(BlockIndexX()) * kWarps + ThreadIndexX() / 32;
   if (token >= p.num_tokens) {
