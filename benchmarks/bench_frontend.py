@@ -117,7 +117,7 @@ class Client(asyncio.Protocol):
 
 @dataclass
 class Usage:
-    """What a process has used since its start, and its memory."""
+    """The CPU time of a process since its start, and its memory."""
 
     cpu_seconds: float
     rss_bytes: int

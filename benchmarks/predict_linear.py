@@ -235,20 +235,33 @@ def print_table(title: str, counts: dict[str, Counts], *, measured: bool) -> Non
         )
 
 
+def nvdisasm_option(text: str | None, arguments: Sequence[str] | None) -> str | None:
+    """Parse the command line of a program with the docstring `text`.
+
+    Returns:
+        the path of nvdisasm, or None, with a message, if it or nvcc is missing.
+    """
+    parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
+    parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
+    path: str | None = parser.parse_args(arguments).nvdisasm
+    if not path or not shutil.which("nvcc"):
+        print(
+            f"{parser.prog}: only the old kernels are predicted. Those of this tree need nvcc, and "
+            "nvdisasm (pip install nvidia-cuda-nvdisasm, then --nvdisasm PATH).",
+            file=sys.stderr,
+        )
+        return None
+    return path
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
-    options = parser.parse_args(arguments)
+    nvdisasm = nvdisasm_option(__doc__, arguments)
     print_table("Kernels of d9c15d8, microseconds with one row", OLD, measured=True)
-    if not options.nvdisasm or not shutil.which("nvcc"):
-        print("predict_linear.py: this tree needs nvcc and nvdisasm", file=sys.stderr)
+    if nvdisasm is None:
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        new = {
-            kind: count(kind, nvdisasm=options.nvdisasm, folder=Path(folder))
-            for kind in WEIGHT_FORMATS
-        }
+        new = {kind: count(kind, nvdisasm=nvdisasm, folder=Path(folder)) for kind in WEIGHT_FORMATS}
     print_table("Kernels of this tree, predicted", new, measured=False)
     for kind, one in new.items():
         instructions = one.instructions / TILES.get(kind, 1)

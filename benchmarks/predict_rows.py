@@ -29,10 +29,8 @@ those of warp groups, whose model no measurement has checked.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -60,6 +58,7 @@ from predict_linear import (
     UNITS,
     WANTED_WARPS,
     WEIGHT_FORMATS,
+    nvdisasm_option,
 )
 
 BLOCK_CYCLES = 700  # assumed: about 200 instructions of a warp, a barrier and the stores
@@ -143,7 +142,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says about one product."""
+    """The counts and the time of one product by the model."""
 
     blocks: float
     resident: int
@@ -464,23 +463,20 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
-    options = parser.parse_args(arguments)
+    nvdisasm = nvdisasm_option(__doc__, arguments)
     old = [row_of(work, OLD[form_of(work)]) for work in WORKS]
     print_table("Kernels of d9c15d8, microseconds", old)
-    if not options.nvdisasm or not shutil.which("nvcc"):
-        print("predict_rows.py: this tree needs nvcc and nvdisasm", file=sys.stderr)
+    if nvdisasm is None:
         return 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         new = {
-            form: count(form, nvdisasm=options.nvdisasm, folder=folder)
+            form: count(form, nvdisasm=nvdisasm, folder=folder)
             for form in dict.fromkeys(map(form_of, PREDICTED))
         }
         sizes = dict.fromkeys((work.kind, wide_rows(work)) for work in PREDICTED)
         wide = {
-            size: count_wide(size[0], rows=size[1], nvdisasm=options.nvdisasm, folder=folder)
+            size: count_wide(size[0], rows=size[1], nvdisasm=nvdisasm, folder=folder)
             for size in sizes
         }
     rows = [row_of(work, new[form_of(work)]) for work in PREDICTED]

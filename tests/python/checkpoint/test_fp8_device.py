@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from build_folder import built
 from test_fp8 import LLAMA, VARIANTS, save_fp8
 from tiny_models import TinyModel
 from tiny_moe import QWEN3_MOE
@@ -37,20 +38,11 @@ BF16_TOLERANCE = 0.03
 FP8_TOLERANCE = 0.2
 
 
-def library(name: str) -> Path:
-    """Return a library of the build folder."""
-    folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
-    found = sorted(folder.rglob(name))
-    if not found:
-        pytest.skip(f"no {name} in {folder}: build there, or set TM_BUILD_FOLDER")
-    return found[0]
-
-
 def answer(
     folder: Path, device: str, *, cublas_lt: str = "", dtype: str = ""
 ) -> tuple[list[str], Any]:
     """Return the lines at the start and the logits of the first generated token."""
-    cuda = os.devnull if device == "cpu" else library("libturbomind_cuda_shim.so")
+    cuda = os.devnull if device == "cpu" else built("libturbomind_cuda_shim.so")
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -81,7 +73,7 @@ def test_a_gpu_gives_logits_of_fp32(tiny: TinyModel, name: str, tmp_path: Path) 
 def test_prompts_are_multiplied_in_8_bits_if_asked_for(name: str, tmp_path: Path) -> None:
     save_fp8(LLAMA, tmp_path, VARIANTS[name])
     _, wanted = answer(tmp_path, "cuda")
-    stand_in = str(library("libcuda_shim_cublas_lt.so"))
+    stand_in = str(built("libcuda_shim_cublas_lt.so"))
     _, logits = answer(tmp_path, "cuda", cublas_lt=stand_in)
     assert error_of(logits, wanted) < BF16_TOLERANCE
     _, logits = answer(tmp_path, "cuda", cublas_lt=stand_in, dtype="fp8")
@@ -96,7 +88,7 @@ def test_8_bit_activations_need_the_library() -> None:
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "LMDEPLOY_CUDA_LIBRARY": str(library("libturbomind_cuda_shim.so")),
+        "LMDEPLOY_CUDA_LIBRARY": str(built("libturbomind_cuda_shim.so")),
         "LMDEPLOY_CUBLASLT_LIBRARY": "",
     }
     done = subprocess.run(

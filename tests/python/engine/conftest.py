@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[3]
+from build_folder import built
 
 
 @pytest.fixture(scope="session")
 def shim() -> Path:
     """Return the path of the CUDA backend that runs without a GPU."""
-    folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
-    library = folder / "libturbomind_cuda_shim.so"
-    if not library.is_file():
-        pytest.skip(f"no {library}: build there, or set TM_BUILD_FOLDER")
-    return library
+    return built("libturbomind_cuda_shim.so")

@@ -161,15 +161,16 @@ def num_requests(url: str) -> int:
     return sum(int(float(count)) for count in counts)
 
 
-def break_gpu_of_streams(running: Running, model: str, fault: Path) -> list[str]:
-    """Break the GPU while all clients stream or wait, and return their last events."""
+def break_gpu_of_streams(running: Running, model: str, *, fault: Path, reason: str) -> None:
+    """Break the GPU while all clients stream or wait, and check their last events."""
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         events = [pool.submit(last_event, running.url, model) for _ in range(NUM_CLIENTS)]
         deadline = time.monotonic() + DEADLINE_S
         while num_requests(running.url) < NUM_CLIENTS and time.monotonic() < deadline:
             time.sleep(0.01)
         fault.touch()
-        return [event.result(DEADLINE_S) for event in events]
+        for event in (event.result(DEADLINE_S) for event in events):
+            assert event.startswith('data: {"error":') and reason in event
 
 
 def assert_server_ends(running: Running, reason: str) -> None:
@@ -189,9 +190,7 @@ def test_gpu_lost_while_decoding_ends_all_requests_and_the_server(
 ) -> None:
     fault = tmp_path / "lost"
     with server_on(shim, model, fault=f"lost={fault}") as running:
-        events = break_gpu_of_streams(running, model, fault)
-        for event in events:
-            assert event.startswith('data: {"error":') and LOST in event
+        break_gpu_of_streams(running, model, fault=fault, reason=LOST)
         assert_server_ends(running, rf"CUDA: [\w ]+: {LOST}")
 
 
@@ -212,9 +211,7 @@ def test_gpu_that_hangs_ends_all_requests_and_the_server(
 ) -> None:
     fault = tmp_path / "hung"
     with server_on(shim, model, fault=f"hung={fault}") as running:
-        events = break_gpu_of_streams(running, model, fault)
-        for event in events:
-            assert event.startswith('data: {"error":') and "step has not ended for 2 s" in event
+        break_gpu_of_streams(running, model, fault=fault, reason="step has not ended for 2 s")
         assert_server_ends(running, "A step has not ended for 2 s")
         assert any("The process ends now." in line for line in running.log)
 

@@ -8,8 +8,11 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from queue import Queue
+from typing import NamedTuple
 from unittest.mock import patch
 
 import httpx
@@ -18,6 +21,7 @@ import uvicorn
 from fake_engine import make_engine
 from serving import CHAT, post, serving
 
+from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve import server
 from lmdeploy.serve.app import make_app
 from lmdeploy.serve.server import (
@@ -94,9 +98,19 @@ def test_bind_reuses_port_with_old_connections():
         socket.create_connection(address).close()
 
 
-@pytest.mark.parametrize(("grace", "reason"), [(0, None), (1, None), (30, "stop")])
-def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
-    length = 100 if reason else 10_000
+class Stream(NamedTuple):
+    engine: AsyncEngine
+    server: GracefulServer
+    lines: Iterator[str]
+
+    def rest(self) -> list[dict]:
+        """Return the remaining events."""
+        return [json.loads(line[6:]) for line in self.lines if line.startswith("data: {")]
+
+
+@contextmanager
+def streaming_server(length: int, *, grace: int) -> Iterator[Stream]:
+    """Serve an answer of `length` tokens, of which a client has the first. Wait for the end."""
     engine = make_engine(lambda _: "a" * length, step_seconds=0.01, session_len=20_000)
     app = make_app(engine, ServerOptions(model_name="m"))
     with bind("127.0.0.1", 0) as sock:
@@ -108,9 +122,17 @@ def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
         with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
-            server.handle_exit(signal.SIGINT, None)
-            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        thread.join()
+            yield Stream(engine, server, lines)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("grace", "reason"), [(0, None), (1, None), (30, "stop")])
+def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
+    length = 100 if reason else 10_000
+    with streaming_server(length, grace=grace) as stream:
+        stream.server.handle_exit(signal.SIGINT, None)
+        told = stream.rest()
     assert ("The next signal ends the process" in caplog.text) == (grace > 0)
     if reason is None:
         assert "closed" in told[-1]["error"]["message"]
@@ -119,22 +141,11 @@ def test_shutdown_timeout_limits_running_answers(grace, reason, caplog):
 
 
 def test_server_whose_engine_fails_ends_its_requests_and_stops(caplog):
-    engine = make_engine(lambda _: "a" * 10_000, step_seconds=0.01, session_len=20_000)
-    app = make_app(engine, ServerOptions(model_name="m"))
-    with bind("127.0.0.1", 0) as sock:
-        listen(sock, "127.0.0.1")
-        server = GracefulServer(uvicorn.Config(app, log_level="error"), engine, grace=30)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/chat/completions"
-        with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=60) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            engine.running.core.fail("out of luck.")
-            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        thread.join(20)
+    with streaming_server(10_000, grace=30) as stream:
+        stream.engine.running.core.fail("out of luck.")
+        told = stream.rest()
     assert "out of luck" in told[-1]["error"]["message"]
-    assert not thread.is_alive() and server.engine_has_failed and engine.running.core.closed
+    assert stream.server.engine_has_failed and stream.engine.running.core.closed
     assert caplog.messages == ["The engine has failed: out of luck. The server stops."]
 
 
