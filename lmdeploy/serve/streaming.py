@@ -90,9 +90,13 @@ async def answer_events(
             async for job, chunk in chunks:
                 if chunk.finish_reason == "error":
                     raise request_error(chunk)
-                events = b"".join(map(form.event, bodies(job, chunk)))
-                if events:
-                    yield events
+                events = bytearray()
+                try:
+                    for event in bodies(job, chunk):
+                        events += form.event(event)
+                finally:  # an error comes after the events before it
+                    if events:
+                        yield bytes(events)
     except Exception as failure:
         yield form.event(form.error(to_api_error(failure)))
         return

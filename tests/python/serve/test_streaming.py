@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from lmdeploy import GenerationConfig
 from lmdeploy._turbomind import RequestOutput
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.response import Response
+from lmdeploy.serve import streaming
 from lmdeploy.serve.errors import json_bytes
 from lmdeploy.serve.http import connections
 from lmdeploy.serve.streaming import HOLE, OPENAI_EVENTS, EventForm, EventTemplate, SseResponse
@@ -206,6 +207,23 @@ def test_one_output_at_a_time_is_one_event_each() -> None:
                 num_read = num_events
                 permits.release()
     assert num_read == len("You said: HELLO")
+
+
+def test_events_before_an_error_of_a_chunk_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def one_chunk(*args: Any) -> AsyncIterator[tuple[None, Response]]:
+        yield None, Response(text="a", generate_token_len=1, input_token_len=1)
+
+    def bodies(job: Any, chunk: Response) -> Iterator[dict[str, Any]]:
+        yield {"text": chunk.text}
+        raise ValueError("out of luck")
+
+    async def run() -> list[bytes]:
+        return [piece async for piece in streaming.answer_events([], None, bodies=bodies)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(streaming, "_merge", one_chunk)
+    pieces = asyncio.run(run())
+    assert pieces[0] == b'data: {"text":"a"}\n\n'
+    assert len(pieces) == 2 and b'"error"' in pieces[1]
 
 
 def test_outputs_that_wait_become_one_chunk() -> None:
