@@ -11,6 +11,8 @@
 //                  nothing. The next call that waits reports the error, and so does every call
 //                  after it.
 //   hung=PATH      a GPU that never ends its work once the file PATH exists
+//   idle           a GPU that copies, but whose kernels do nothing. All memory reads as zeros at
+//                  first. With it, a benchmark measures the host's share of a step.
 
 #include "turbomind/backend/cuda/runtime/runtime.h"
 
@@ -194,7 +196,7 @@ void* AllocateGpu(size_t num_bytes) {
     throw GpuIsFull(num_bytes, MemoryBytes() - gpu.used_bytes);
   }
   void* memory = Allocate(num_bytes);
-  std::memset(memory, kPoison, num_bytes);
+  std::memset(memory, Fault("idle") ? 0 : kPoison, num_bytes);
   gpu.allocations[memory] = {num_bytes, std::make_unique<cuda_shim::Buffer>(
                                             memory, num_bytes, cuda_shim::Buffer::kReadWrite)};
   gpu.used_bytes += num_bytes;
@@ -296,6 +298,9 @@ void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> ke
   }
   if (Fault("no_kernels")) {
     Fail("a launch", "no kernel image is available for execution on the device");
+  }
+  if (Fault("idle")) {
+    return;
   }
   RunOrRecord(stream, "a launch", [shape, kernel = std::move(kernel)] {
     cuda_shim::Launch(
