@@ -198,12 +198,7 @@ void Decoder::RunLayers(const DecoderInput& input) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
     if (model().HasMixer(i)) {
       const bool only_rows = i == last_mixer_ && !DecodesOnly(batch);
-      const float* x = scratch_.hidden;
-      if (model().norm.inputs) {
-        Norm(layer.attention_norm, x, scratch_.normed, num_rows);
-        x = scratch_.normed;
-      }
-      if (!Mix(i, x, input, only_rows)) {
+      if (!Mix(i, MixerInput(i, num_rows), input, only_rows)) {
         return;
       }
       num_rows = only_rows ? static_cast<int>(input.rows.size()) : num_rows;
@@ -211,9 +206,6 @@ void Decoder::RunLayers(const DecoderInput& input) {
       AddBranch(layer.attention_output_norm, num_rows);
     }
     if (model().HasFeedForward(i)) {
-      if (model().norm.inputs && !model().parallel) {
-        Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
-      }
       FeedForward(i, num_rows);
       AddBranch(layer.ffn_output_norm, num_rows);
     }
@@ -234,7 +226,7 @@ void Decoder::AddBranch(const NormWeight& norm, int num_rows) {
     return;
   }
   if (model().norm.outputs) {
-    Norm(norm, scratch_.branch, scratch_.branch, num_rows);
+    device_.Norm(NormOf(norm, scratch_.branch, scratch_.branch, num_rows));
   }
   device_.Add({.x = scratch_.branch,
                .out = scratch_.hidden,
@@ -258,17 +250,17 @@ void Decoder::GatherRows(std::span<const int32_t> rows, float* values, int64_t w
   }
 }
 
-void Decoder::FinalNorm(int first, int num_rows) {
+NormParams Decoder::FinalNorm(int first, int num_rows) const {
   Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows,
         "the rows must fit into the scratch memory");
   Check(first >= 0 && first + num_rows <= num_rows_,
         "the rows must have been requested from Forward");
-  Norm(weights_->final_norm, scratch_.hidden + int64_t{first} * model().hidden_size,
-       scratch_.selected, num_rows);
+  return NormOf(weights_->final_norm, scratch_.hidden + int64_t{first} * model().hidden_size,
+                scratch_.selected, num_rows);
 }
 
 const float* Decoder::ReadHidden(int first, int num_rows) {
-  FinalNorm(first, num_rows);
+  device_.Norm(FinalNorm(first, num_rows));
   ReadOldCounts();
   const size_t row_bytes = static_cast<size_t>(model().hidden_size) * sizeof(float);
   return static_cast<const float*>(
@@ -276,15 +268,15 @@ const float* Decoder::ReadHidden(int first, int num_rows) {
 }
 
 void Decoder::ComputeLogits(int first, int num_rows) {
-  FinalNorm(first, num_rows);
   const LinearPart head = {&weights_->output_head()};
-  device_.Linear({.x = scratch_.selected,
-                  .x_stride = model().hidden_size,
-                  .parts = &head,
-                  .num_parts = 1,
-                  .y = scratch_.logits,
-                  .y_stride = model().vocab_size,
-                  .num_rows = num_rows});
+  device_.Project({.norm = FinalNorm(first, num_rows),
+                   .linear = {.x = scratch_.selected,
+                              .x_stride = model().hidden_size,
+                              .parts = &head,
+                              .num_parts = 1,
+                              .y = scratch_.logits,
+                              .y_stride = model().vocab_size,
+                              .num_rows = num_rows}});
   if (model().logit_scale != 1.f || model().logit_cap != 0.f) {
     device_.SoftCap({.x = scratch_.logits,
                      .count = int64_t{num_rows} * model().vocab_size,
@@ -479,20 +471,28 @@ void Decoder::Attention(int index, const BatchView& batch, bool include_prefill)
   }
 }
 
-// Computes the feed-forward of `normed`, or of `hidden` without input norms, in chunks of rows.
+// Computes the feed-forward of `hidden`, or of its norm, in chunks of rows. Parallel branches share
+// the norm of the mixers.
 void Decoder::FeedForward(int index, int num_tokens) {
   const MoeLayer& experts = experts_[static_cast<size_t>(index)];
-  const float* input = model().norm.inputs ? scratch_.normed : scratch_.hidden;
+  const NormConfig& norms = model().norm;
+  const NormWeight& norm = weights_->layers[static_cast<size_t>(index)].ffn_norm;
+  const bool is_normed = norms.inputs && model().parallel;
   for (int first = 0; first < num_tokens; first += config_.limits.ffn_rows) {
     const int rows = std::min(config_.limits.ffn_rows, num_tokens - first);
-    const float* x = input + int64_t{first} * model().hidden_size;
+    const int64_t offset = int64_t{first} * model().hidden_size;
+    const Input x = {.x = (is_normed ? scratch_.normed : scratch_.hidden) + offset,
+                     .norm = norms.inputs && !is_normed ? &norm : nullptr,
+                     .normed = norms.inputs ? scratch_.normed + offset : nullptr};
     const Output out = BranchOutput(first, rows);
     if (experts.empty()) {
       DenseFeedForward(weights_->layers[static_cast<size_t>(index)], x, out);
       continue;
     }
     invokeMoe(device_, {.layer = &experts,
-                        .x = x,
+                        .norm = x.norm == nullptr ? NormParams{}
+                                                  : NormOf(*x.norm, x.x, x.normed, rows),
+                        .x = x.norm == nullptr ? x.x : x.normed,
                         .out = out.y,
                         .num_tokens = rows,
                         .accumulate = out.accumulate,
@@ -501,21 +501,20 @@ void Decoder::FeedForward(int index, int num_tokens) {
 }
 
 // Computes down(activation(gate_up(x))).
-void Decoder::DenseFeedForward(const LayerWeights& layer, const float* x, const Output& out) {
-  Project(layer.gate_up, layer.gate_up.bias.data, x, {scratch_.gate_up, out.num_rows});
-  device_.GatedActivation({.gate_up = scratch_.gate_up,
-                           .out = scratch_.activated,
-                           .num_rows = out.num_rows,
-                           .dim = model().intermediate_size,
-                           .activation = model().activation,
-                           .limit = model().swiglu_limit,
-                           .gated = model().gated});
-  Project(layer.down, layer.down.bias.data, scratch_.activated, out);
+void Decoder::DenseFeedForward(const LayerWeights& layer, const Input& x, const Output& out) {
+  Project(layer.gate_up, layer.gate_up.bias.data, x, {scratch_.gate_up, out.num_rows},
+          {.gate_up = scratch_.gate_up,
+           .out = scratch_.activated,
+           .num_rows = out.num_rows,
+           .dim = model().intermediate_size,
+           .activation = model().activation,
+           .limit = model().swiglu_limit,
+           .gated = model().gated});
+  Project(layer.down, layer.down.bias.data, {scratch_.activated}, out);
 }
 
-// Writes each part of the weight to its own columns of y.
-void Decoder::Project(const LinearWeight& weight, const float* bias, const float* x,
-                      const Output& out) {
+void Decoder::Project(const LinearWeight& weight, const float* bias, const Input& x,
+                      const Output& out, const GatedActivationParams& gate) {
   std::array<LinearPart, 6> parts;  // those of RecurrentWeights::input
   Check(weight.parts.size() <= parts.size(), "a linear layer must have at most six parts");
   int64_t output = 0;
@@ -523,25 +522,29 @@ void Decoder::Project(const LinearWeight& weight, const float* bias, const float
     parts[i] = {weight.parts[i].get(), bias != nullptr ? bias + output : nullptr};
     output += weight.parts[i]->rows;
   }
-  device_.Linear({.x = x,
-                  .x_stride = weight.cols(),
-                  .parts = parts.data(),
-                  .num_parts = static_cast<int>(weight.parts.size()),
-                  .y = out.y,
-                  .y_stride = weight.rows(),
-                  .num_rows = out.num_rows,
-                  .accumulate = out.accumulate});
+  device_.Project({.norm = x.norm == nullptr ? NormParams{}
+                                             : NormOf(*x.norm, x.x, x.normed, out.num_rows),
+                   .linear = {.x = x.norm == nullptr ? x.x : x.normed,
+                              .x_stride = weight.cols(),
+                              .parts = parts.data(),
+                              .num_parts = static_cast<int>(weight.parts.size()),
+                              .y = out.y,
+                              .y_stride = weight.rows(),
+                              .num_rows = out.num_rows,
+                              .accumulate = out.accumulate},
+                   .gate = gate});
 }
 
-void Decoder::Norm(const NormWeight& norm, const float* x, float* out, int num_rows) {
-  device_.Norm({.x = x,
-                .weight = norm.weight.data,
-                .out = out,
-                .num_rows = num_rows,
-                .dim = model().hidden_size,
-                .eps = model().norm_eps,
-                .bias = norm.bias.data,
-                .centered = model().norm.centered});
+NormParams Decoder::NormOf(const NormWeight& norm, const float* x, float* out,
+                           int num_rows) const {
+  return {.x = x,
+          .weight = norm.weight.data,
+          .out = out,
+          .num_rows = num_rows,
+          .dim = model().hidden_size,
+          .eps = model().norm_eps,
+          .bias = norm.bias.data,
+          .centered = model().norm.centered};
 }
 
 }  // namespace turbomind

@@ -98,6 +98,13 @@ class Decoder {
   std::span<const int64_t> num_clipped() const { return num_clipped_; }
 
  private:
+  // The input of a branch: x, or its norm. With a norm, the input's only reader computes it on the
+  // way, in `normed`.
+  struct Input {
+    const float* x = nullptr;
+    const NormWeight* norm = nullptr;
+    float* normed = nullptr;  // same size as x
+  };
   struct Output {
     float* y = nullptr;
     int num_rows = 0;
@@ -107,29 +114,33 @@ class Decoder {
   void FillRopes(const BatchView& batch);
   void RunLayers(const DecoderInput& input);
   // Mixes the tokens of each sequence: computes `attended` and `mixed`, of which a layer has at
-  // least one, from x [num_tokens, hidden]. With `only_rows`, they and `hidden` and `normed` then
+  // least one, from the input [num_tokens, hidden]. With `only_rows`, they and `hidden` and `normed` then
   // have only the input's rows; returns false if there are none.
-  bool Mix(int index, const float* x, const DecoderInput& input, bool only_rows);
-  bool Attend(int index, const float* x, const DecoderInput& input, bool only_rows);
+  bool Mix(int index, const Input& x, const DecoderInput& input, bool only_rows);
+  bool Attend(int index, const Input& x, const DecoderInput& input, bool only_rows);
+  // Returns the input of the layer's mixers. Computes the norm unless its reader can.
+  Input MixerInput(int index, int num_tokens);
   void AddMixers(int index, int num_rows);
   void Attention(int index, const BatchView& batch, bool include_prefill);
-  void Recur(int index, const float* x, const DecoderInput& input);
+  void Recur(int index, const Input& x, const DecoderInput& input);
   StateCopyParams CopiesOf(std::span<const StateCopy> copies) const;
   void UpdateMatrices(int index, const DecoderInput& input);
   // Moves rows of [num_tokens, width] to the beginning of `values`.
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
   void WriteKv(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
-  void DenseFeedForward(const LayerWeights& layer, const float* x, const Output& out);
-  void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
+  void DenseFeedForward(const LayerWeights& layer, const Input& x, const Output& out);
+  // Writes each part of the weight to its own columns of y. `gate` is as in ProjectParams.
+  void Project(const LinearWeight& weight, const float* bias, const Input& x, const Output& out,
+               const GatedActivationParams& gate = {});
   void NormHeads(const LayerWeights& layer, int num_tokens);
-  void Norm(const NormWeight& norm, const float* x, float* out, int num_rows);
+  NormParams NormOf(const NormWeight& norm, const float* x, float* out, int num_rows) const;
   // Returns where a branch writes its rows from `first` on: its own buffer if the model changes
   // branches, else `hidden`, to which the rows are added.
   Output BranchOutput(int first, int num_rows) const;
   void AddBranch(const NormWeight& norm, int num_rows);
 
-  void FinalNorm(int first, int num_rows);  // into scratch_.selected
+  NormParams FinalNorm(int first, int num_rows) const;  // into scratch_.selected
   void ReadOldCounts();
   void ReadTokens(size_t count, int32_t* tokens);
   void ReadCounts(const std::byte* read);

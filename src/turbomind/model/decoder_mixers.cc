@@ -8,7 +8,19 @@
 
 namespace turbomind {
 
-bool Decoder::Mix(int index, const float* x, const DecoderInput& input, bool only_rows) {
+Decoder::Input Decoder::MixerInput(int index, int num_tokens) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  if (!model().norm.inputs) {
+    return {scratch_.hidden};
+  }
+  if (layer.qkv.is_normed || layer.recurrent.input.is_normed) {
+    return {scratch_.hidden, &layer.attention_norm, scratch_.normed};
+  }
+  device_.Norm(NormOf(layer.attention_norm, scratch_.hidden, scratch_.normed, num_tokens));
+  return {scratch_.normed};
+}
+
+bool Decoder::Mix(int index, const Input& x, const DecoderInput& input, bool only_rows) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const bool recurs = model().recurrent.Has(index);
   const bool attends = model().HasAttention(index);
@@ -38,7 +50,7 @@ bool Decoder::Mix(int index, const float* x, const DecoderInput& input, bool onl
 }
 
 // Computes `attended`. Returns false after K and V are written if no row is needed.
-bool Decoder::Attend(int index, const float* x, const DecoderInput& input, bool only_rows) {
+bool Decoder::Attend(int index, const Input& x, const DecoderInput& input, bool only_rows) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const BatchView& batch = input.batch[static_cast<size_t>(cache.group)];
@@ -63,12 +75,12 @@ void Decoder::AddMixers(int index, int num_rows) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   Output out = BranchOutput(0, num_rows);
   if (model().HasAttention(index)) {
-    Project(layer.output, layer.output.bias.data, scratch_.attended, out);
+    Project(layer.output, layer.output.bias.data, {scratch_.attended}, out);
     out.accumulate = true;
   }
   if (model().recurrent.Has(index)) {
     const LinearWeight& output = layer.recurrent.output;
-    Project(output, output.bias.data, scratch_.mixed, out);
+    Project(output, output.bias.data, {scratch_.mixed}, out);
   }
 }
 
@@ -82,7 +94,7 @@ StateCopyParams Decoder::CopiesOf(std::span<const StateCopy> copies) const {
 }
 
 // Computes `mixed`, and the states of the layer.
-void Decoder::Recur(int index, const float* x, const DecoderInput& input) {
+void Decoder::Recur(int index, const Input& x, const DecoderInput& input) {
   const RecurrentWeights& layer = weights_->layers[static_cast<size_t>(index)].recurrent;
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const RecurrentConfig& shape = model().recurrent;

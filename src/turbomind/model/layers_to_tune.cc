@@ -15,6 +15,7 @@ void AddExperts(const std::vector<ExpertWeights>& experts, LinearWeight ExpertWe
   const size_t num_parts = experts.empty() ? 0 : (experts[0].*linear).parts.size();
   for (size_t part = 0; part < num_parts; ++part) {
     LayerToTune layer = {.parts = {}, .grouped = true};
+    layer.gated = (experts[0].*linear).is_gated;
     layer.max_rows = static_cast<int>(std::min<int64_t>(rows, std::numeric_limits<int32_t>::max()));
     for (const ExpertWeights& expert : experts) {
       layer.parts.push_back({.weight = (expert.*linear).parts[part].get()});
@@ -32,7 +33,10 @@ std::vector<LayerToTune> LayersToTune(const Weights& weights, int max_rows, int 
       if (linear->empty()) {
         continue;
       }
-      LayerToTune& one = layers.emplace_back(LayerToTune{.parts = {}, .max_rows = max_rows});
+      LayerToTune& one = layers.emplace_back(LayerToTune{.parts = {},
+                                                         .max_rows = max_rows,
+                                                         .normed = linear->is_normed,
+                                                         .gated = linear->is_gated});
       for (const auto& part : linear->parts) {
         one.parts.push_back({.weight = part.get()});
       }
@@ -41,7 +45,8 @@ std::vector<LayerToTune> LayersToTune(const Weights& weights, int max_rows, int 
     AddExperts(layer.moe.experts, &ExpertWeights::down, max_rows, &layers);
   }
   layers.push_back({.parts = {{.weight = &weights.output_head()}},
-                    .max_rows = std::min(max_rows, max_logit_rows)});
+                    .max_rows = std::min(max_rows, max_logit_rows),
+                    .normed = true});
   return layers;
 }
 

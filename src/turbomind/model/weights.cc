@@ -109,9 +109,10 @@ struct WeightsBuilder::Impl {
       AddNorms(prefix, i, layer);
       if (config.recurrent.Has(i)) {
         AddRecurrent(prefix + "recurrent.", layer.recurrent);
+        layer.recurrent.input.is_normed = NormsMixerInput(i);
       }
       if (config.HasAttention(i)) {
-        AddAttention(prefix, layer);
+        AddAttention(prefix, i, layer);
       }
       if (config.norm.qk_unit && config.RopeOf(i) >= 0 && config.HasAttention(i)) {
         const std::vector<float> ones(static_cast<size_t>(config.head_dim), 1.f);
@@ -142,7 +143,13 @@ struct WeightsBuilder::Impl {
     }
   }
 
-  void AddAttention(const std::string& prefix, LayerWeights& layer) {
+  // Returns whether the norm of a layer's mixers has one reader, which computes it.
+  bool NormsMixerInput(int index) const {
+    const bool has_two_mixers = config.recurrent.Has(index) && config.HasAttention(index);
+    return config.norm.inputs && !has_two_mixers && !config.attention_gate && !config.parallel;
+  }
+
+  void AddAttention(const std::string& prefix, int index, LayerWeights& layer) {
     const int64_t hidden = config.hidden_size;
     const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
     const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
@@ -152,6 +159,7 @@ struct WeightsBuilder::Impl {
     Vector(prefix + "sinks", layer.sinks, config.num_heads, false);
     Linear(layer.qkv, hidden,
            {{prefix + "q", q_rows}, {prefix + "k", kv_rows}, {prefix + "v", kv_rows}});
+    layer.qkv.is_normed = NormsMixerInput(index);
     if (config.attention_gate) {
       Linear(layer.attention_gate, hidden, {{prefix + "attention_gate", q_rows}});
     }
@@ -206,12 +214,15 @@ struct WeightsBuilder::Impl {
   void AddFeedForward(const std::string& prefix, LayerWeights& layer) {
     const int64_t inner = config.intermediate_size;
     Linear(layer.gate_up, config.hidden_size, GateAndUp(prefix, inner));
+    layer.gate_up.is_normed = config.norm.inputs && !config.parallel;
+    layer.gate_up.is_gated = config.gated;
     Linear(layer.down, inner, {{prefix + "down", config.hidden_size}});
   }
 
   void AddExperts(const std::string& prefix, MoeWeights& moe) {
     const int64_t hidden = config.hidden_size;
     Linear(moe.router, hidden, {{prefix + "router", config.moe.num_experts}});
+    moe.router.is_normed = config.norm.inputs && !config.parallel;
     matrices[prefix + "router"].exact = true;
     Vector(prefix + "router.score_bias", moe.score_bias, config.moe.num_experts, false);
     if (const int64_t latent = config.moe.latent_size; latent > 0) {
@@ -225,6 +236,7 @@ struct WeightsBuilder::Impl {
     if (const int64_t shared = config.moe.shared_intermediate_size; shared > 0) {
       const std::string name = prefix + "shared.";
       Linear(moe.shared_gate_up, hidden, GateAndUp(name, shared));
+      moe.shared_gate_up.is_gated = config.gated;
       Linear(moe.shared_down, shared, {{name + "down", hidden}});
       if (config.moe.shared_gate) {
         Linear(moe.shared_router, hidden, {{name + "router", 1}});
@@ -244,6 +256,7 @@ struct WeightsBuilder::Impl {
       return;
     }
     Linear(experts.back().interleaved, hidden, {{prefix + "gate_up", 2 * inner}});
+    experts.back().interleaved.is_gated = true;
     for (const char* name : {"gate", "up", "gate_up"}) {
       matrices[prefix + name].required = false;
     }

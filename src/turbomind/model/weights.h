@@ -26,6 +26,10 @@ struct VectorWeight {
 struct LinearWeight {
   std::vector<std::unique_ptr<PackedMatrix>> parts;
   VectorWeight bias;  // [sum of rows] or empty
+  // Its projection computes the norm of its input on the way (ProjectParams), and the activation of
+  // its outputs.
+  bool is_normed = false;
+  bool is_gated = false;
 
   bool empty() const { return parts.empty(); }
   int64_t rows() const;

@@ -87,6 +87,16 @@ class Device : public DeviceMemory {
   virtual void SoftCap(const SoftCapParams& params) = 0;
   virtual void Linear(const LinearParams& params) = 0;
   virtual void GatedActivation(const GatedActivationParams& params) = 0;
+  // A device may compute all parts at once. The norm is then rounded at another place.
+  virtual void Project(const ProjectParams& params) {
+    if (params.norm.x != nullptr) {
+      Norm(params.norm);
+    }
+    Linear(params.linear);
+    if (params.gate.out != nullptr) {
+      GatedActivation(params.gate);
+    }
+  }
   virtual void GroupedLinear(const GroupedLinearParams& params) = 0;
   // A device may compute both at once.
   virtual void GroupedGate(const GroupedGateParams& params) {

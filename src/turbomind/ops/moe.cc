@@ -82,16 +82,21 @@ void CheckParams(const MoeParams& p) {
         "the tokens must fit into the scratch memory");
 }
 
+LinearParams LinearOf(const MatrixView& matrix, const float* x, float* y, int num_rows) {
+  return {.x = x,
+          .x_stride = matrix.weight->cols,
+          .parts = &matrix,
+          .num_parts = 1,
+          .y = y,
+          .y_stride = matrix.weight->rows,
+          .num_rows = num_rows};
+}
+
 void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int num_rows,
              bool accumulate = false) {
-  device.Linear({.x = x,
-                 .x_stride = matrix.weight->cols,
-                 .parts = &matrix,
-                 .num_parts = 1,
-                 .y = y,
-                 .y_stride = matrix.weight->rows,
-                 .num_rows = num_rows,
-                 .accumulate = accumulate});
+  LinearParams params = LinearOf(matrix, x, y, num_rows);
+  params.accumulate = accumulate;
+  device.Linear(params);
 }
 
 // Complete the parameters of an activation of scratch.gate_up.
@@ -107,7 +112,9 @@ GatedActivationParams ActivationOf(const MoeParams& p, const GatedActivationPara
 
 void Route(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
-  Project(device, layer.router, p.x, p.scratch.logits, p.num_tokens);
+  device.Project({.norm = p.norm,
+                  .keeps_normed = true,
+                  .linear = LinearOf(layer.router, p.x, p.scratch.logits, p.num_tokens)});
   device.RouteExperts({.logits = p.scratch.logits,
                        .ids = p.scratch.ids,
                        .weights = p.scratch.weights,
@@ -217,14 +224,14 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
   }
   const LinearPart gate_up[] = {layer.shared_gate, layer.shared_up};
   const int num_parts = layer.num_inputs();
-  device.Linear({.x = p.x,
-                 .x_stride = layer.hidden_size,
-                 .parts = gate_up + 2 - num_parts,
-                 .num_parts = num_parts,
-                 .y = scratch.gate_up,
-                 .y_stride = num_parts * int64_t{inner},
-                 .num_rows = p.num_tokens});
-  device.GatedActivation(ActivationOf(p, {.num_rows = p.num_tokens, .dim = inner}));
+  device.Project({.linear = {.x = p.x,
+                             .x_stride = layer.hidden_size,
+                             .parts = gate_up + 2 - num_parts,
+                             .num_parts = num_parts,
+                             .y = scratch.gate_up,
+                             .y_stride = num_parts * int64_t{inner},
+                             .num_rows = p.num_tokens},
+                  .gate = ActivationOf(p, {.num_rows = p.num_tokens, .dim = inner})});
   Project(device, layer.shared_down, scratch.activated, scratch.output, p.num_tokens);
   device.CombineExperts({.y = scratch.output,
                          .weights = weighted ? scratch.weights : nullptr,

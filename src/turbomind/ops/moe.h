@@ -72,7 +72,8 @@ struct MoeScratch {
 
 struct MoeParams {
   const MoeLayer* layer = nullptr;
-  const float* x = nullptr;  // [num_tokens, hidden], normed
+  NormParams norm = {};      // computes x first; `x` is null if there is none
+  const float* x = nullptr;  // [num_tokens, hidden]; with a norm, norm.out
   float* out = nullptr;      // [num_tokens, hidden]
   int num_tokens = 0;        // at most scratch.max_tokens
   bool accumulate = true;    // add to out

@@ -318,6 +318,18 @@ struct SampleRowsParams {
   int vocab_size = 0;
 };
 
+// Computes y = norm(x) · wᵀ + bias, and the activation of y, as far as the parts are set.
+//
+// With a norm, linear.x is norm.out, and its rows are not strided. With an activation, gate.gate_up
+// is linear.y, and linear.y is scratch memory, whose contents are undefined afterwards. So are
+// those of norm.out unless `keeps_normed` is set.
+struct ProjectParams {
+  NormParams norm = {};       // `x` is null if there is none
+  bool keeps_normed = false;  // other ops read norm.out
+  LinearParams linear = {};
+  GatedActivationParams gate = {};  // `out` is null if there is none; not interleaved
+};
+
 // Computes y = x · wᵀ + bias per expert: rows [offsets[e], offsets[e + 1]) of y use expert e's
 // weight, [out, cols]. All weights have one shape and one format. A row of y has the same bits as
 // Linear with its row of x and its weight, unless a device chooses kernels by their times. Weights

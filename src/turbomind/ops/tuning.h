@@ -11,11 +11,14 @@
 
 namespace turbomind {
 
-// A linear layer of a model: the parts of LinearParams, or the experts of GroupedLinearParams.
+// A linear layer of a model: the parts of ProjectParams, or the experts of GroupedLinearParams or
+// GroupedGateParams.
 struct LayerToTune {
   std::vector<LinearPart> parts;  // the bias is ignored
   bool grouped = false;           // the parts are experts
   int max_rows = 0;               // of x in one call
+  bool normed = false;            // the call has a norm
+  bool gated = false;             // the call has an activation
 };
 
 // The kernel for one question, such as "bf16 28672 x 4096, 1 row".

@@ -19,15 +19,23 @@ namespace {
 
 constexpr int kMaxRows = 64;
 
-// Calls by their kind and matrices, with the most rows of each.
-using Calls = std::map<std::pair<bool, std::vector<const PackedMatrix*>>, int>;
+// What is computed around the product of a call.
+struct Kind {
+  bool grouped = false;
+  bool normed = false;
+  bool gated = false;
+  auto operator<=>(const Kind&) const = default;
+};
 
-void CountCall(Calls& calls, bool is_grouped, std::span<const LinearPart> parts, int num_rows) {
+// Calls by their kind and matrices, with the most rows of each.
+using Calls = std::map<std::pair<Kind, std::vector<const PackedMatrix*>>, int>;
+
+void CountCall(Calls& calls, Kind kind, std::span<const LinearPart> parts, int num_rows) {
   std::vector<const PackedMatrix*> matrices;
   for (const LinearPart& part : parts) {
     matrices.push_back(part.weight);
   }
-  int& most = calls[{is_grouped, matrices}];
+  int& most = calls[{kind, matrices}];
   most = std::max(most, num_rows);
 }
 
@@ -35,14 +43,38 @@ class CallRecorder final : public ForwardingDevice {
  public:
   CallRecorder() : ForwardingDevice(MakeCpuDevice(1)) {}
   void Linear(const LinearParams& p) override {
-    CountCall(calls, false, {p.parts, static_cast<size_t>(p.num_parts)}, p.num_rows);
+    Count({}, {p.parts, static_cast<size_t>(p.num_parts)}, p.num_rows);
     ForwardingDevice::Linear(p);
   }
+  void Project(const ProjectParams& p) override {
+    const LinearParams& linear = p.linear;
+    Count({.normed = p.norm.x != nullptr, .gated = p.gate.out != nullptr && p.gate.gated},
+          {linear.parts, static_cast<size_t>(linear.num_parts)}, linear.num_rows);
+    is_part_ = true;
+    ForwardingDevice::Project(p);
+    is_part_ = false;
+  }
   void GroupedLinear(const GroupedLinearParams& p) override {
-    CountCall(calls, true, {p.experts, static_cast<size_t>(p.num_experts)}, p.num_rows);
+    Count({.grouped = true}, {p.experts, static_cast<size_t>(p.num_experts)}, p.num_rows);
     ForwardingDevice::GroupedLinear(p);
   }
+  void GroupedGate(const GroupedGateParams& p) override {
+    const GroupedLinearParams& linear = p.linear;
+    Count({.grouped = true, .gated = true},
+          {linear.experts, static_cast<size_t>(linear.num_experts)}, linear.num_rows);
+    is_part_ = true;
+    ForwardingDevice::GroupedGate(p);
+    is_part_ = false;
+  }
   Calls calls;
+
+ private:
+  void Count(Kind kind, std::span<const LinearPart> parts, int num_rows) {
+    if (!is_part_) {
+      CountCall(calls, kind, parts, num_rows);
+    }
+  }
+  bool is_part_ = false;  // of a call that is counted
 };
 
 TEST_CASE("the layers to tune are the calls of an engine") {
@@ -60,7 +92,7 @@ TEST_CASE("the layers to tune are the calls of an engine") {
     const int logit_rows = device->capability().max_logit_rows;
     Calls layers;
     for (const LayerToTune& layer : LayersToTune(*weights, kMaxRows, logit_rows)) {
-      CountCall(layers, layer.grouped, layer.parts, layer.max_rows);
+      CountCall(layers, {layer.grouped, layer.normed, layer.gated}, layer.parts, layer.max_rows);
     }
     CHECK(layers.size() == device->calls.size());
     for (const auto& [call, num_rows] : device->calls) {
@@ -68,7 +100,7 @@ TEST_CASE("the layers to tune are the calls of an engine") {
       REQUIRE(found != layers.end());
       CHECK(num_rows <= found->second);
     }
-    CHECK(layers.at({false, {&weights->output_head()}}) == std::min(kMaxRows, logit_rows));
+    CHECK(layers.at({{.normed = true}, {&weights->output_head()}}) == std::min(kMaxRows, logit_rows));
   }
 }
 

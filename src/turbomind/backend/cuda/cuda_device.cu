@@ -217,6 +217,7 @@ class CudaDevice final : public Device {
   void Add(const AddParams& params) override { CudaAdd(context_, params); }
   void SoftCap(const SoftCapParams& params) override { CudaSoftCap(context_, params); }
   void Linear(const LinearParams& params) override { linear_.Linear(context_, params); }
+  void Project(const ProjectParams& params) override { linear_.Project(context_, params); }
   void GatedActivation(const GatedActivationParams& params) override {
     CudaGatedActivation(context_, params);
   }
@@ -224,9 +225,7 @@ class CudaDevice final : public Device {
     linear_.GroupedLinear(context_, params);
   }
   void GroupedGate(const GroupedGateParams& params) override {
-    if (!linear_.GroupedGate(context_, params)) {
-      Device::GroupedGate(params);
-    }
+    linear_.GroupedGate(context_, params);
   }
   void RouteExperts(const RouteExpertsParams& params) override {
     CudaRouteExperts(context_, params);

@@ -62,17 +62,15 @@ bool LibraryIsFaster(const LinearStack& stack, int64_t num_rows, const LinearMac
   return ExpandingIsFaster(num_rows, machine.sm);
 }
 
-LinearKernel StreamOf(const LinearStack& stack, int64_t num_rows) {
+}  // namespace
+
+bool StreamHasTwoTiles(const LinearStack& stack, int64_t num_rows) {
   const int64_t outputs = stack.total_outputs();
   const int64_t tiles = NumTiles(outputs);
   const bool is_full = tiles * NumSlices(stack.stored, outputs, stack.cols) >= kWantedWarps;
   const int min_rows = IsKQuant(stack.stored) ? 1 : kMinRowsOfTwoTiles;
-  return num_rows > 8 || is_full || (num_rows >= min_rows && tiles >= kWantedTiles)
-             ? LinearKernel::kStream2
-             : LinearKernel::kStream1;
+  return num_rows > 8 || is_full || (num_rows >= min_rows && tiles >= kWantedTiles);
 }
-
-}  // namespace
 
 bool LibraryMultipliesFp8(const LinearMachine& machine) {
   return machine.fp8_activations && machine.sm / 10 == 9;  // others lack these scales
@@ -89,6 +87,8 @@ const char* NameOf(LinearKernel kernel) {
       return "stream1";
     case LinearKernel::kStream2:
       return "stream2";
+    case LinearKernel::kFused:
+      return "fused";
     case LinearKernel::kTile:
       return "tile";
     case LinearKernel::kWide:
@@ -112,12 +112,13 @@ int64_t LinearStack::num_bytes() const {
 }
 
 std::string LinearStack::name() const {
-  std::string text = num_experts > 0 ? std::to_string(num_experts) + " experts of " : "";
+  std::string text = normed ? "norm, " : "";
+  text += num_experts > 0 ? std::to_string(num_experts) + " experts of " : "";
   text += std::string(InfoOf(stored).name) + " " + std::to_string(outputs[0]);
   for (size_t i = 1; i < outputs.size() && outputs[i] > 0; ++i) {
     text += "+" + std::to_string(outputs[i]);
   }
-  return text + " x " + std::to_string(cols);
+  return text + " x " + std::to_string(cols) + (gated ? ", gate" : "");
 }
 
 size_t CountStacked(std::span<const LinearPart> parts) {
@@ -139,6 +140,17 @@ LinearStack StackOf(std::span<const LinearPart> parts) {
   return stack;
 }
 
+std::optional<LinearStack> StackOfCall(std::span<const LinearPart> parts, bool normed, bool gated) {
+  if (CountStacked(parts) != parts.size()) {
+    return std::nullopt;
+  }
+  LinearStack stack = StackOf(parts);
+  stack.normed = normed;
+  stack.gated = gated;
+  const bool is_pair = parts.size() == 2 && stack.outputs[0] == stack.outputs[1];
+  return gated && !is_pair ? std::nullopt : std::optional(stack);
+}
+
 LinearStack StackOfExperts(std::span<const LinearPart> experts) {
   LinearStack stack = StackOf(experts.first(1));
   stack.num_experts = static_cast<int>(experts.size());
@@ -153,8 +165,10 @@ LinearKernel TableKernel(const LinearStack& stack, int64_t num_rows, const Linea
   if (machine.has_library && stack.num_experts == 0 && LibraryIsFaster(stack, num_rows, machine)) {
     return LinearKernel::kLibrary;
   }
-  return RowsOfMatrix(num_rows, stack.num_experts) <= kMaxStreamRows ? StreamOf(stack, num_rows)
-                                                                     : LinearKernel::kTile;
+  if (RowsOfMatrix(num_rows, stack.num_experts) > kMaxStreamRows) {
+    return LinearKernel::kTile;
+  }
+  return StreamHasTwoTiles(stack, num_rows) ? LinearKernel::kStream2 : LinearKernel::kStream1;
 }
 
 int NumRowBuckets(const LinearStack& stack) {
@@ -175,6 +189,13 @@ std::vector<LinearKernel> CandidatesOf(const LinearStack& stack, int bucket,
   const int num_rows = kRowBuckets[static_cast<size_t>(bucket)];
   const int64_t rows_of_matrix = RowsOfMatrix(num_rows, stack.num_experts);
   std::vector<LinearKernel> kernels = {TableKernel(stack, num_rows, machine)};
+  const bool fuses_norm = stack.normed && num_rows <= kMaxFusedNormRows;
+  if (stack.stored == MatrixFormat::kF32) {  // one kernel, whatever the table says
+    if (fuses_norm && !stack.gated) {
+      kernels.push_back(LinearKernel::kFused);
+    }
+    return kernels;
+  }
   const auto add = [&](LinearKernel kernel, bool may_win) {
     if (may_win && kernel != kernels[0]) {
       kernels.push_back(kernel);
@@ -182,6 +203,8 @@ std::vector<LinearKernel> CandidatesOf(const LinearStack& stack, int bucket,
   };
   add(LinearKernel::kStream1, num_rows <= 8);
   add(LinearKernel::kStream2, rows_of_matrix <= kMaxStreamCandidateRows);
+  add(LinearKernel::kFused, fuses_norm || (stack.gated && !stack.normed &&
+                                           rows_of_matrix <= kMaxStreamCandidateRows));
   add(LinearKernel::kTile, rows_of_matrix >= kMinTileRows);
   add(LinearKernel::kWide,
       machine.has_warp_groups && (stack.num_experts > 0 || num_rows >= kMinWideRows));

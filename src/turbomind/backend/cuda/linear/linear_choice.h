@@ -7,6 +7,7 @@
 #include <compare>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,32 +17,40 @@
 
 namespace turbomind::cuda {
 
-// All but kWide and kLibrary return the same bits.
+// All but kFused, kWide and kLibrary return the same bits.
 enum class LinearKernel : uint8_t {
   kStream1,  // StreamKernel with one tile of outputs per block; for up to 8 rows
   kStream2,  // the same with two tiles
+  kFused,    // StreamKernel with the norm before it and the activation after it, in one launch
   kTile,     // TileKernel
   kWide,     // WideKernel: products of warp groups, after rounding weights with scales to BF16
   kLibrary   // cuBLASLt, after expanding weights with scales or with 8-bit activations
 };
 const char* NameOf(LinearKernel kernel);
 
-// The matrices that one launch multiplies. They have one format and one number of columns.
+// The matrices that one launch multiplies. They have one format and one number of columns. A norm
+// before them and an activation after them belong to the stack: their time counts.
 struct LinearStack {
   MatrixFormat stored = MatrixFormat::kF32;
   int64_t cols = 0;
   int num_experts = 0;                             // 0: the matrices are stacked along the outputs
   std::array<int64_t, kMaxSegments> outputs = {};  // of each matrix, or of one expert
+  bool normed = false;
+  bool gated = false;  // of two equal matrices, or of experts whose outputs alternate
 
   int64_t total_outputs() const;
   int64_t num_bytes() const;  // of all experts
-  std::string name() const;  // e.g. "bf16 4096+1024+1024 x 4096", "32 experts of mxfp4 5760 x 2880"
+  // E.g. "norm, bf16 4096+1024+1024 x 4096", "32 experts of mxfp4 5760 x 2880, gate".
+  std::string name() const;
   auto operator<=>(const LinearStack&) const = default;
 };
 
 // Return how many of the parts, from the first one, form a stack. REQUIRES: there is a part.
 size_t CountStacked(std::span<const LinearPart> parts);
 LinearStack StackOf(std::span<const LinearPart> parts);
+// Return the stack of a call with a norm, with the activation of gates, or with neither. Nothing if
+// the parts form several stacks, or are not a gate and its up matrix.
+std::optional<LinearStack> StackOfCall(std::span<const LinearPart> parts, bool normed, bool gated);
 LinearStack StackOfExperts(std::span<const LinearPart> experts);
 // Return the number of rows of x per matrix; for experts, the average.
 int64_t RowsOfMatrix(int64_t num_rows, int num_experts);
@@ -56,6 +65,9 @@ struct LinearMachine {
 
 // The table in the source. `num_rows` are those of all experts.
 LinearKernel TableKernel(const LinearStack& stack, int64_t num_rows, const LinearMachine& machine);
+
+// Return whether a block of StreamKernel has two tiles, by the table.
+bool StreamHasTwoTiles(const LinearStack& stack, int64_t num_rows);
 
 // Return whether the library multiplies FP8 with 8-bit activations, whose scales are those of rows
 // or of 128 columns.
@@ -72,6 +84,9 @@ inline constexpr std::array<int, 14> kRowBuckets = {1,   2,   4,   8,    16,   3
 int NumRowBuckets(const LinearStack& stack);
 inline constexpr int kNoBucket = -1;
 int RowBucketOf(const LinearStack& stack, int64_t num_rows);
+
+// Rows of a call with kFused and a norm, whose sum of squares every block computes.
+inline constexpr int kMaxFusedNormRows = 8;
 
 // Return the kernels that may be the fastest for a bucket, the table's first.
 std::vector<LinearKernel> CandidatesOf(const LinearStack& stack, int bucket,

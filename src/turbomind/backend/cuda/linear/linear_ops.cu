@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <optional>
 #include <span>
 
+#include "turbomind/backend/cuda/dense/dense_ops.h"
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/backend/cuda/linear/embed_kernels.cuh"
 #include "turbomind/backend/cuda/linear/linear_copy.cuh"
@@ -28,8 +30,9 @@ void RunStreamKernel(const Context& ctx, StreamParams params) {
   LinearKernelParams& linear = params.linear;
   const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, C::kRows);
   linear.slot_is_row = slots.slot_is_row;
+  const int outputs = params.up.weight != nullptr ? kTileOutputs : C::kOutputs;
   const LaunchShape shape = {.grid_x = slots.slots,
-                             .grid_y = CutOutputs(&linear, C::kOutputs),
+                             .grid_y = CutOutputs(&linear, outputs),
                              .threads = 32 * params.slices,
                              .shared_bytes = static_cast<size_t>(C::SharedBytes(params.slices))};
   Launch(StreamKernel<C>, shape, ctx.stream, params);
@@ -44,6 +47,23 @@ void RunStream(const Context& ctx, const StreamParams& params, LinearKernel kern
     RunStreamKernel<StreamConfig<F, 2, 1>>(ctx, params);
   } else {
     RunStreamKernel<StreamConfig<F, 1, 1>>(ctx, params);
+  }
+}
+
+// Use the forms with a norm, or with an activation, or both.
+template <MatrixFormat F>
+void RunFused(const Context& ctx, const StreamParams& params, bool two_tiles) {
+  const bool normed = params.norm.weight != nullptr;
+  Check(!normed || params.linear.num_rows <= kMaxFusedNormRows,
+        "a fused norm must have at most kMaxFusedNormRows rows");
+  if (!normed && params.linear.num_rows > 8) {
+    RunStreamKernel<StreamConfig<F, 2, 2>>(ctx, params);
+  } else if (!normed) {
+    RunStreamKernel<StreamConfig<F, 2, 1>>(ctx, params);
+  } else if (two_tiles) {
+    RunStreamKernel<StreamConfig<F, 2, 1, true>>(ctx, params);
+  } else {
+    RunStreamKernel<StreamConfig<F, 1, 1, true>>(ctx, params);
   }
 }
 
@@ -235,14 +255,101 @@ void RunFormat(const Context& ctx, LinearKernelParams params, LinearKernel kerne
   }
 }
 
-void RunExact(const Context& ctx, LinearKernelParams params) {
-  const SlotCount slots = CountSlots(params.num_rows, params.num_experts, kExactRows);
-  params.slot_is_row = slots.slot_is_row;
+void RunExact(const Context& ctx, ExactParams params) {
+  LinearKernelParams& linear = params.linear;
+  const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, kExactRows);
+  linear.slot_is_row = slots.slot_is_row;
   const LaunchShape shape = {.grid_x = slots.slots,
-                             .grid_y = CutOutputs(&params, kExactOutputs),
+                             .grid_y = CutOutputs(&linear, kExactOutputs),
                              .threads = 32 * kExactWarps,
                              .shared_bytes = kExactSharedBytes};
-  Launch(ExactLinearKernel<kExactWarps>, shape, ctx.stream, params);
+  Launch(params.norm.weight != nullptr ? ExactLinearKernel<kExactWarps, true>
+                                       : ExactLinearKernel<kExactWarps, false>,
+         shape, ctx.stream, params);
+}
+
+// Return the parameters of a call, without segments.
+LinearKernelParams BasicParams(const LinearParams& params) {
+  LinearKernelParams kernel;
+  kernel.y = params.y;
+  kernel.y_stride = params.y_stride;
+  kernel.num_rows = params.num_rows;
+  kernel.accumulate = params.accumulate;
+  kernel.x = params.x;
+  kernel.x_stride = params.x_stride;
+  return kernel;
+}
+
+// Set the segments of a stack whose outputs begin at `column` of y. Return the column after them.
+int64_t SetSegments(std::span<const LinearPart> parts, int64_t column, LinearKernelParams* kernel) {
+  kernel->cols = static_cast<int>(parts[0].weight->cols);
+  kernel->num_segments = 0;
+  for (const LinearPart& part : parts) {
+    kernel->segments[kernel->num_segments++] = {Weight(part).data(),
+                                                part.bias,
+                                                0,
+                                                static_cast<int32_t>(column),
+                                                static_cast<int32_t>(part.weight->rows),
+                                                Weight(part).factor};
+    column += part.weight->rows;
+  }
+  return column;
+}
+
+bool IsAligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+// Return whether the kernel can read x and the norm as they are.
+bool CanFuse(const ProjectParams& params) {
+  const PackedMatrix& weight = *params.linear.parts[0].weight;
+  const NormParams& norm = params.norm;
+  const float* x = norm.x != nullptr ? norm.x : params.linear.x;
+  const MatrixFormat stored = StoredFormat(weight.format);
+  if (NumUnits(stored, weight.cols) * UnitCols(stored) != weight.cols || !IsAligned(x)) {
+    return false;
+  }
+  return norm.x == nullptr ||
+         (!norm.centered && norm.bias == nullptr && norm.Stride() == weight.cols &&
+          IsAligned(norm.weight) && IsAligned(norm.out));
+}
+
+void RunFusedExperts(const Context& ctx, const LinearStack& stack, LinearKernelParams experts,
+                     const GatedActivationParams& gate) {
+  const int slices = NumSlices(stack.stored, stack.total_outputs(), stack.cols);
+  DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
+    if constexpr (F != MatrixFormat::kF32) {
+      AlignX(ctx, stack.stored, &experts);
+      RunFused<StoredFormat(F)>(ctx, {.linear = experts, .slices = slices, .gate = gate}, true);
+    } else {
+      throw InternalError("FP32 weights have no fused kernel");
+    }
+  });
+}
+
+void RunFusedLayer(const Context& ctx, const LinearStack& stack, const ProjectParams& params) {
+  const LinearParams& linear = params.linear;
+  StreamParams stream = {.linear = BasicParams(linear),
+                         .slices = NumSlices(stack.stored, stack.total_outputs(), stack.cols)};
+  SetSegments({linear.parts, static_cast<size_t>(linear.num_parts)}, 0, &stream.linear);
+  if (stack.gated) {
+    stream.gate = params.gate;
+    stream.up = stream.linear.segments[1];
+    stream.linear.num_segments = 1;
+  }
+  if (stack.normed) {
+    stream.linear.x = params.norm.x;
+    stream.linear.x_stride = params.norm.Stride();
+    stream.norm = {params.norm.weight, params.norm.eps,
+                   params.keeps_normed ? params.norm.out : nullptr};
+  }
+  const bool two_tiles = stack.gated || StreamHasTwoTiles(stack, linear.num_rows);
+  DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
+    if constexpr (F != MatrixFormat::kF32) {
+      RunFused<StoredFormat(F)>(ctx, stream, two_tiles);
+    } else {
+      Check(!stack.gated, "FP32 weights must not have a fused activation");
+      RunExact(ctx, {stream.linear, stream.norm});
+    }
+  });
 }
 
 }  // namespace
@@ -272,14 +379,17 @@ LinearKernel CudaLinear::KernelOf(const Context& ctx, const LinearStack& stack,
 }
 
 void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params) {
-  const LinearKernel kernel = KernelOf(ctx, stack, params.num_rows);
+  LinearKernel kernel = KernelOf(ctx, stack, params.num_rows);
+  if (kernel == LinearKernel::kFused) {  // of a call that cannot be fused
+    kernel = TableKernel(stack, params.num_rows, machine(ctx));
+  }
   if (kernel == LinearKernel::kWide) {
     return RunWide(ctx, stack.stored, params, {}, wide_counters_);
   }
   DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
     if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stack.stored, &params);
-      RunExact(ctx, params);
+      RunExact(ctx, {params});
     } else {
       RunFormat<StoredFormat(F)>(ctx, params, kernel, library_.get());
     }
@@ -287,30 +397,40 @@ void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelP
 }
 
 void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
-  LinearKernelParams kernel;
-  kernel.y = params.y;
-  kernel.y_stride = params.y_stride;
-  kernel.num_rows = params.num_rows;
-  kernel.accumulate = params.accumulate;
-  kernel.x = params.x;
-  kernel.x_stride = params.x_stride;
-  int64_t column = 0;
+  LinearKernelParams kernel = BasicParams(params);
   std::span<const LinearPart> rest(params.parts, static_cast<size_t>(params.num_parts));
+  int64_t column = 0;
   while (!rest.empty()) {
     const std::span<const LinearPart> parts = rest.first(CountStacked(rest));
     rest = rest.subspan(parts.size());
-    kernel.cols = static_cast<int>(parts[0].weight->cols);
-    kernel.num_segments = 0;
-    for (const LinearPart& part : parts) {
-      kernel.segments[kernel.num_segments++] = {Weight(part).data(),
-                                                part.bias,
-                                                0,
-                                                static_cast<int32_t>(column),
-                                                static_cast<int32_t>(part.weight->rows),
-                                                Weight(part).factor};
-      column += part.weight->rows;
-    }
+    column = SetSegments(parts, column, &kernel);
     Run(ctx, StackOf(parts), kernel);
+  }
+}
+
+void CudaLinear::Project(const Context& ctx, const ProjectParams& params) {
+  const bool is_gate = params.gate.out != nullptr && params.gate.gated && !params.gate.interleaved;
+  const std::span parts(params.linear.parts, static_cast<size_t>(params.linear.num_parts));
+  const std::optional<LinearStack> stack =
+      StackOfCall(parts, params.norm.x != nullptr, is_gate);
+  const bool is_fused = stack.has_value() && CanFuse(params) &&
+                        KernelOf(ctx, *stack, params.linear.num_rows) == LinearKernel::kFused;
+  if (is_fused) {
+    RunFusedLayer(ctx, *stack, params);
+  } else {
+    if (params.norm.x != nullptr) {
+      CudaNorm(ctx, params.norm);
+    }
+    if (stack.has_value()) {
+      LinearKernelParams kernel = BasicParams(params.linear);
+      SetSegments(parts, 0, &kernel);
+      Run(ctx, *stack, kernel);
+    } else {
+      Linear(ctx, params.linear);
+    }
+  }
+  if (params.gate.out != nullptr && !(is_fused && is_gate)) {
+    CudaGatedActivation(ctx, params.gate);
   }
 }
 
@@ -374,16 +494,23 @@ void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& pa
       KernelParamsOf(ctx, params));
 }
 
-bool CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params) {
+void CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params) {
   const GroupedLinearParams& linear = params.linear;
-  const LinearStack stack =
-      StackOfExperts({linear.experts, static_cast<size_t>(linear.num_experts)});
-  if (KernelOf(ctx, stack, linear.num_rows) != LinearKernel::kWide ||
-      params.activation.row_scales != nullptr) {
-    return false;
+  LinearStack stack = StackOfExperts({linear.experts, static_cast<size_t>(linear.num_experts)});
+  stack.gated = true;
+  const LinearKernel kernel = KernelOf(ctx, stack, linear.num_rows);
+  LinearKernelParams experts = KernelParamsOf(ctx, linear);
+  const bool has_scales = params.activation.row_scales != nullptr;
+  if (kernel == LinearKernel::kWide && !has_scales) {
+    RunWide(ctx, stack.stored, experts, params.activation, wide_counters_);
+    return;
   }
-  RunWide(ctx, stack.stored, KernelParamsOf(ctx, linear), params.activation, wide_counters_);
-  return true;
+  if (kernel == LinearKernel::kFused && !has_scales) {
+    RunFusedExperts(ctx, stack, experts, params.activation);
+    return;
+  }
+  Run(ctx, stack, experts);
+  CudaGatedActivation(ctx, params.activation);
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

@@ -33,15 +33,15 @@ class CudaLinear {
   CudaLinear& operator=(const CudaLinear&) = delete;
 
   void Linear(const Context& ctx, const LinearParams& params);
+  // The norm and the activation are part of the layer's launch if the tuner has found that faster.
+  void Project(const Context& ctx, const ProjectParams& params);
 
   // Keeps a table of each array of experts on the GPU. The table is made when the array is first
   // seen, and again when its contents change. Such a call allocates and must not be part of a
   // graph.
   void GroupedLinear(const Context& ctx, const GroupedLinearParams& params);
 
-  // Return false, and compute nothing, if the chosen kernel cannot store activations, or if rows
-  // have scales.
-  bool GroupedGate(const Context& ctx, const GroupedGateParams& params);
+  void GroupedGate(const Context& ctx, const GroupedGateParams& params);
 
   void Embed(const Context& ctx, const EmbedParams& params);
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cuda/dense/elementwise.cuh"
 #include "turbomind/backend/cuda/linear/matrix_layout.h"
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
 #include "turbomind/backend/cuda/runtime/vector_types.cuh"
@@ -47,6 +48,15 @@ struct LinearKernelParams {
   const int32_t* offsets = nullptr;       // [num_experts + 1]
   int num_experts = 0;
   bool slot_is_row = false;  // how slots are numbered, see SlotCount
+};
+
+// An RMSNorm of x that a kernel computes on the way. As y = w (x ∘ g) / rms(x), it multiplies x by g
+// as it reads x, adds up squares, and divides the sums at the end. x has contiguous rows, and all
+// arrays are 16-byte aligned.
+struct FusedNorm {
+  const float* weight = nullptr;  // [cols]; null: no norm
+  float eps = 0.f;
+  float* out = nullptr;  // [num_rows, cols] receives the normed rows; may be null
 };
 
 // The part of one block.
@@ -159,8 +169,38 @@ TM_DEVICE const float* RowOfX(const LinearKernelParams& p, const LinearBlock& bl
   return p.x + x_row * p.x_stride;
 }
 
+// Store the block's rows of x, normed. `scale_of` returns 1 / rms of a row.
+template <class ScaleOf>
+TM_DEVICE void StoreNormed(const LinearKernelParams& p, const LinearBlock& block,
+                           const FusedNorm& norm, int threads, ScaleOf scale_of) {
+  for (int row = 0; row < block.num_rows; ++row) {
+    const float scale = scale_of(row);
+    const float* x = RowOfX(p, block, row);
+    float* out = norm.out + int64_t{block.first_row + row} * p.cols;
+    for (int i = 4 * ThreadIndexX(); i < p.cols; i += 4 * threads) {
+      auto piece = LoadFloats<4>(x + i);
+      const auto weight = LoadFloats<4>(norm.weight + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        piece.v[j] = piece.v[j] * scale * weight.v[j];
+      }
+      StoreFloats(out + i, piece);
+    }
+  }
+}
+
+// Return factor sum + bias for an output of a matrix. With kFactor false, the factor is 1 and takes
+// no register.
+template <bool kFactor>
+TM_DEVICE float FinishSum(float sum, float factor, const float* bias, int output) {
+  if constexpr (kFactor) {
+    sum *= factor;
+  }
+  return bias != nullptr ? sum + LoadGlobal(bias + output) : sum;
+}
+
 // Store y (+)= factor sum + bias for one row of the block and one output of the weight, if both
-// exist. With kFactor false, the factor is 1 and takes no register.
+// exist.
 template <bool kFactor>
 TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block, int row,
                            int output, float sum) {
@@ -168,12 +208,7 @@ TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block
     return;
   }
   float* y = p.y + (block.first_row + row) * p.y_stride + block.y_column + output;
-  if constexpr (kFactor) {
-    sum *= block.factor;
-  }
-  if (block.bias != nullptr) {
-    sum += LoadGlobal(block.bias + output);
-  }
+  sum = FinishSum<kFactor>(sum, block.factor, block.bias, output);
   if (p.accumulate) {
     sum += LoadGlobal(static_cast<const float*>(y));
   }

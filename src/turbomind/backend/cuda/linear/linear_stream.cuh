@@ -18,11 +18,16 @@
 //
 // An output's sum depends only on its row of x, its weights and the slices, never on the other
 // rows.
+//
+// Two ops may be fused with it: a norm before it (FusedNorm), and the activation after it, if a
+// block has the gates and the ups of its outputs. Either they alternate, or the second tile is that
+// of another matrix.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "turbomind/backend/cuda/dense/activation.cuh"
 #include "turbomind/backend/cuda/linear/linear_shape.cuh"
 #include "turbomind/backend/cuda/linear/weight_fragments.cuh"
 #include "turbomind/backend/cuda/linear/weight_ring.cuh"
@@ -32,13 +37,20 @@ namespace turbomind::cuda {
 struct StreamParams {
   LinearKernelParams linear;
   int slices = 1;  // warps per block
+  // If `out` is set, only the activation of the outputs is stored.
+  GatedActivationParams gate = {};
+  LinearSegment up = {};  // of a gate without alternating outputs; `linear` then has the gates alone
+  FusedNorm norm = {};    // with StreamConfig::kNormed
+
+  TM_DEVICE bool has_two_matrices() const { return up.weight != nullptr; }
 };
 
-template <MatrixFormat F, int kTileCount, int kRowTileCount>
+template <MatrixFormat F, int kTileCount, int kRowTileCount, bool kWithNorm = false>
 struct StreamConfig {
   static constexpr MatrixFormat kFormat = F;
   static constexpr int kTiles = kTileCount;        // of 16 outputs
   static constexpr int kRowTiles = kRowTileCount;  // of 8 rows
+  static constexpr bool kNormed = kWithNorm;
   static constexpr int kOutputs = kTileOutputs * kTiles;
   static constexpr int kRows = 8 * kRowTiles;
   // Stages of a ring of about 4.5 KiB. 8 warps of an SM then have 32 KiB in flight, and 24 have 96.
@@ -54,8 +66,9 @@ struct StreamConfig {
                                        : kRowTiles == 1 || F == MatrixFormat::kQ4_K ? 2
                                                                                     : 0;
   static constexpr int kBlocks = IsKQuant(F) ? kKQuantBlocks : kTight ? 3 : 0;
-  // Shared memory of a warp: its ring, and then its sums.
-  static constexpr int kWarpBytes = std::max(Ring::kBytes, kOutputs* kRows * 4);
+  // Shared memory of a warp: its ring, and then its sums, followed by those of the squares.
+  static constexpr int kSums = kOutputs * kRows;
+  static constexpr int kWarpBytes = std::max(Ring::kBytes, (kSums + (kNormed ? kRows : 0)) * 4);
   static constexpr int SharedBytes(int slices) { return slices * kWarpBytes; }
 };
 
@@ -68,6 +81,19 @@ template <MatrixFormat F>
 TM_DEVICE RowValues LoadRow(const float* row) {
   return {LoadGlobal(reinterpret_cast<const Words<16>*>(row)),
           LoadGlobal(reinterpret_cast<const Words<16>*>(row + SecondCols(F)))};
+}
+
+// Multiply the values by the norm's weights, and add their squares to `squares`.
+TM_DEVICE void Weigh(const RowValues& weight, RowValues* x, float* squares) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = BitsFloat(x->low.v[i]);
+    const float high = BitsFloat(x->high.v[i]);
+    *squares = fmaf(low, low, *squares);
+    *squares = fmaf(high, high, *squares);
+    x->low.v[i] = FloatBits(low * BitsFloat(weight.low.v[i]));
+    x->high.v[i] = FloatBits(high * BitsFloat(weight.high.v[i]));
+  }
 }
 
 // The same values as operand B of two products.
@@ -171,12 +197,28 @@ struct RowReader {
   const float* rows[C::kRowTiles];  // at the lane's columns of the first block
   int last_col;                     // of lane 0: the last block in the warp's slice
   RowValues next[C::kRowTiles];
+  // With a norm.
+  const float* weights = nullptr;  // like `rows`
+  RowValues next_weight;
+  float squares[C::kRowTiles] = {};  // of the lane's columns so far
 
   TM_DEVICE void Compute(int col) {
+    const int at = col < last_col ? col : last_col;
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
-      next[n] = LoadRow<C::kFormat>(rows[n] + (col < last_col ? col : last_col));
+      next[n] = LoadRow<C::kFormat>(rows[n] + at);
     }
+    if constexpr (C::kNormed) {
+      next_weight = LoadRow<C::kFormat>(weights + at);
+    }
+  }
+
+  // Return operand B of the values that Compute has read.
+  TM_DEVICE RowFragment Round(int n) {
+    if constexpr (C::kNormed) {
+      Weigh(next_weight, &next[n], &squares[n]);
+    }
+    return RoundRow(next[n]);
   }
 };
 
@@ -192,7 +234,7 @@ TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)
     float x_sums[C::kRowTiles][4] = {};
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
-      x[n] = RoundRow(reader->next[n]);
+      x[n] = reader->Round(n);
       if constexpr (W::kMinimum) {
         SumBlock(x[n], x_sums[n]);
       }
@@ -211,10 +253,10 @@ TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)
   }
 }
 
-// Sum the warp's slice of the columns.
+// Sum the warp's slice of the columns, and the squares of the lane's columns in it.
 template <class C>
 TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
-                        float (&sums)[C::kTiles][C::kRowTiles][4]) {
+                        float (&sums)[C::kTiles][C::kRowTiles][4], float (&squares)[C::kRowTiles]) {
   using W = WeightFragments<C::kFormat>;
   constexpr int kCols = UnitCols(C::kFormat);
   const LinearKernelParams& p = params.linear;
@@ -225,6 +267,12 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   const int end = units * (slice + 1) / params.slices;
   typename C::Ring ring(block, block.first_output / kTileOutputs, TileBytes(C::kFormat, p.cols),
                         SharedMemory() + slice * C::kWarpBytes);
+  if constexpr (C::kTiles == 2) {
+    if (params.has_two_matrices()) {
+      ring.template SetTile<1>(params.up.weight + block.first_output / kTileOutputs *
+                                                      TileBytes(C::kFormat, p.cols));
+    }
+  }
   const auto copy = [&](int unit, int stage) {
     if (unit < end) {
       ring.Copy(unit, stage);
@@ -241,6 +289,7 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   for (int n = 0; n < C::kRowTiles; ++n) {
     reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + FirstCol<C::kFormat>(0, lane & 3);
   }
+  reader.weights = params.norm.weight + FirstCol<C::kFormat>(0, lane & 3);
   reader.Compute(begin * kCols);
   int stage = 0;
 #pragma unroll 1
@@ -255,16 +304,90 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   }
   WaitForCopies<0>();
   SyncWarp();  // the sums take the place of the ring
+#pragma unroll
+  for (int n = 0; n < C::kRowTiles; ++n) {
+    squares[n] = reader.squares[n];
+  }
 }
 
-// Add the warps' sums in order and store them in y.
+// Sums of all slices, in shared memory. They are added in order.
+template <class C>
+struct SliceSums {
+  static constexpr int kWarpFloats = C::kWarpBytes / 4;
+  const StreamParams& params;
+  const float* shared = reinterpret_cast<const float*>(SharedMemory());
+
+  TM_DEVICE float At(int place) const {
+    float sum = LoadShared<float>(shared + place);
+    for (int slice = 1; slice < params.slices; ++slice) {
+      sum += LoadShared<float>(shared + slice * kWarpFloats + place);
+    }
+    return sum;
+  }
+
+  // Return what the norm multiplies a row by.
+  TM_DEVICE float ScaleOf(int row) const {
+    const auto cols = static_cast<float>(params.linear.cols);
+    return 1.f / sqrtf(At(C::kSums + row) / cols + params.norm.eps);
+  }
+
+  // Return the sum of an output of the block. The lane that computes it has the outputs 16 m + g +
+  // (0, 8) of the rows 8 n + 2 t + (0, 1).
+  TM_DEVICE float Of(int row, int output) const {
+    const float sum = At((output / 16 * C::kRowTiles + row / 8) * 128 + output % 8 * 16 +
+                         row % 8 / 2 * 4 + output % 16 / 8 * 2 + row % 2);
+    return C::kNormed ? sum * ScaleOf(row) : sum;
+  }
+};
+
+// Store the activations of the block's gates and ups.
+template <class C>
+TM_DEVICE void StoreActivations(const StreamParams& params, const LinearBlock& block,
+                                const SliceSums<C>& sums) {
+  constexpr int kPairs = C::kOutputs / 2;
+  constexpr bool kFactor = HasFactor(C::kFormat);
+  const GatedActivationParams& gate = params.gate;
+  const bool alternate = !params.has_two_matrices();
+  const LinearSegment& up = params.up;
+  const float* up_bias = alternate ? block.bias : up.bias;
+  const float up_factor = alternate ? block.factor : up.factor;
+  for (int i = ThreadIndexX(); i < kPairs * C::kRows; i += 32 * params.slices) {
+    const int row = i / kPairs;
+    const int pair = i % kPairs;
+    const int first = alternate ? 2 * pair : pair;
+    const int second = alternate ? first + 1 : kPairs + pair;
+    const int column = (alternate ? block.first_output / 2 : block.first_output) + pair;
+    if (row >= block.num_rows || column >= gate.dim) {
+      continue;
+    }
+    const float a = FinishSum<kFactor>(sums.Of(row, first), block.factor, block.bias,
+                                       block.first_output + first);
+    const float b = FinishSum<kFactor>(sums.Of(row, second), up_factor, up_bias,
+                                       alternate ? block.first_output + second : column);
+    StoreGlobal(gate.out + int64_t{block.first_row + row} * gate.dim + column,
+                ActivateGate(gate, a, b));
+  }
+}
+
+// Add the warps' sums and store the results.
 template <class C>
 TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
-                         const float (&sums)[C::kTiles][C::kRowTiles][4]) {
-  constexpr int kSums = C::kOutputs * C::kRows;
+                         const float (&sums)[C::kTiles][C::kRowTiles][4],
+                         const float (&squares)[C::kRowTiles]) {
   constexpr int kWarpFloats = C::kWarpBytes / 4;
   const int thread = ThreadIndexX();
   float* shared = reinterpret_cast<float*>(SharedMemory());
+  if constexpr (C::kNormed) {
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {  // the four lanes of a row
+      float sum = squares[n];
+      sum += ShuffleXor(sum, 1);
+      sum += ShuffleXor(sum, 2);
+      if (thread % 4 == 0) {
+        StoreShared(shared + (thread >> 5) * kWarpFloats + C::kSums + 8 * n + thread % 32 / 4, sum);
+      }
+    }
+  }
 #pragma unroll
   for (int m = 0; m < C::kTiles; ++m) {
 #pragma unroll
@@ -279,31 +402,37 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
     }
   }
   SyncBlock();
-  for (int i = thread; i < kSums; i += 32 * params.slices) {
-    const int row = i / C::kOutputs;
-    const int output = i % C::kOutputs;
-    // Position of the sum in the lane that holds it: row 8 n + 2 t + (0, 1), output 16 m + g + (0,
-    // 8).
-    const int at = (output / 16 * C::kRowTiles + row / 8) * 128 + output % 8 * 16 +
-                   row % 8 / 2 * 4 + output % 16 / 8 * 2 + row % 2;
-    float sum = LoadShared<float>(shared + at);
-    for (int slice = 1; slice < params.slices; ++slice) {
-      sum += LoadShared<float>(shared + slice * kWarpFloats + at);
+  const SliceSums<C> all = {params};
+  if (params.gate.out != nullptr) {
+    StoreActivations<C>(params, block, all);
+  } else {
+    for (int i = thread; i < C::kSums; i += 32 * params.slices) {
+      const int row = i / C::kOutputs;
+      const int output = i % C::kOutputs;
+      StoreOutput<HasFactor(C::kFormat)>(params.linear, block, row, block.first_output + output,
+                                         all.Of(row, output));
     }
-    StoreOutput<HasFactor(C::kFormat)>(params.linear, block, row, block.first_output + output, sum);
+  }
+  if constexpr (C::kNormed) {
+    if (params.norm.out != nullptr && BlockIndexY() == 0) {
+      StoreNormed(params.linear, block, params.norm, 32 * params.slices,
+                  [&](int row) { return all.ScaleOf(row); });
+    }
   }
 }
 
 // Grid: slots of C::kRows rows × blocks of C::kOutputs outputs; `slices` warps; C::SharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * kMaxSlices, C::kBlocks) StreamKernel(StreamParams params) {
+  const int outputs = params.has_two_matrices() ? kTileOutputs : C::kOutputs;
   LinearBlock block;
-  if (!FindBlock(params.linear, BlockIndexX(), C::kRows, C::kOutputs, &block)) {
+  if (!FindBlock(params.linear, BlockIndexX(), C::kRows, outputs, &block)) {
     return;
   }
   float sums[C::kTiles][C::kRowTiles][4] = {};
-  SumSlice<C>(params, block, sums);
-  AddSlices<C>(params, block, sums);
+  float squares[C::kRowTiles] = {};
+  SumSlice<C>(params, block, sums, squares);
+  AddSlices<C>(params, block, sums, squares);
 }
 
 }  // namespace turbomind::cuda

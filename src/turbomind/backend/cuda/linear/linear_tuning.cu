@@ -66,13 +66,26 @@ using LayersOfStack = std::map<LinearStack, Layers>;
 LayersOfStack FindStacks(const std::vector<LayerToTune>& layers) {
   LayersOfStack found;
   for (const LayerToTune& layer : layers) {
-    std::span<const LinearPart> rest = layer.parts;
-    while (!rest.empty()) {
-      const auto parts = rest.first(layer.grouped ? rest.size() : CountStacked(rest));
-      rest = rest.subspan(parts.size());
-      Layers& same = found[layer.grouped ? StackOfExperts(parts) : StackOf(parts)];
+    const auto add = [&](const LinearStack& stack, std::span<const LinearPart> parts) {
+      Layers& same = found[stack];
       same.parts.push_back(parts);
       same.max_rows = std::max(same.max_rows, layer.max_rows);
+    };
+    std::span<const LinearPart> rest = layer.parts;
+    if (layer.grouped) {
+      LinearStack stack = StackOfExperts(rest);
+      stack.gated = layer.gated;
+      add(stack, rest);
+      continue;
+    }
+    if (const auto whole = StackOfCall(rest, layer.normed, layer.gated); whole.has_value()) {
+      add(*whole, rest);
+      continue;
+    }
+    while (!rest.empty()) {
+      const auto parts = rest.first(CountStacked(rest));
+      rest = rest.subspan(parts.size());
+      add(StackOf(parts), parts);
     }
   }
   return found;
@@ -95,9 +108,6 @@ struct Question {
 std::vector<Question> FindQuestions(const LayersOfStack& layers, const LinearMachine& machine) {
   std::vector<Question> questions;
   for (const auto& same : layers) {
-    if (same.first.stored == MatrixFormat::kF32) {
-      continue;  // FP32 has one kernel
-    }
     const int last = RowBucketOf(same.first, same.second.max_rows);
     const int end = last == kNoBucket ? NumRowBuckets(same.first) : last + 1;
     for (int bucket = 0; bucket < end; ++bucket) {
@@ -124,6 +134,8 @@ class Runner {
       : workspace_(ctx.stream),
         x_(ctx.stream),
         y_(ctx.stream),
+        normed_(ctx.stream),
+        activated_(ctx.stream),
         offsets_(ctx.stream),
         ctx_(ctx),
         linear_(linear),
@@ -186,6 +198,12 @@ class Runner {
       const int64_t num_rows = question_->num_rows();
       FillX(num_rows * stack().cols);
       y_.Get(static_cast<size_t>(num_rows * stack().total_outputs()) * sizeof(float));
+      if (stack().normed) {
+        normed_.Get(static_cast<size_t>(num_rows * stack().cols) * sizeof(float));
+      }
+      if (stack().gated) {
+        activated_.Get(static_cast<size_t>(num_rows * num_results()) * sizeof(float));
+      }
       UploadOffsets();
       // The first calls allocate memory, load kernels, and upload the tables of experts. A
       // recording must not do that.
@@ -216,12 +234,12 @@ class Runner {
     for (const LinearKernel kernel : question_->kernels) {
       Choose(kernel);
       Call(0);
-      SpoilY();
+      SpoilResults();
       Call(0);
-      const std::vector<float> got = ReadY();
+      const std::vector<float> got = ReadResults();
       if (right_.empty()) {
         want = got;
-      } else if (!AreCloseEverywhere(got, want, static_cast<size_t>(stack().total_outputs()))) {
+      } else if (!AreCloseEverywhere(got, want, static_cast<size_t>(num_results()))) {
         wrong_.push_back(NameOf(kernel) + (" for " + question_->name()));
         continue;
       }
@@ -229,7 +247,11 @@ class Runner {
     }
   }
 
-  // Call fn(first, count) for ranges of rows at the start, in the middle and at the end of y.
+  // The values per row of a call's results, which are y or its activation.
+  int64_t num_results() const { return stack().total_outputs() / (stack().gated ? 2 : 1); }
+  float* Results() { return static_cast<float*>((stack().gated ? activated_ : y_).Get(0)); }
+
+  // Call fn(first, count) for ranges of rows at the start, in the middle and at the end of them.
   template <class Fn>
   void ForComparedRows(Fn fn) const {
     const int64_t num_rows = question_->num_rows();
@@ -240,10 +262,10 @@ class Runner {
   }
 
   // Overwrite the compared rows with NaN.
-  void SpoilY() {
-    const int64_t outputs = stack().total_outputs();
+  void SpoilResults() {
+    const int64_t outputs = num_results();
     const std::vector<float> nans(static_cast<size_t>(kComparedRows * outputs), NAN);
-    auto* y = static_cast<float*>(y_.Get(0));
+    float* y = Results();
     ForComparedRows([&](int64_t first, int64_t count) {
       CopyBytes(y + first * outputs, nans.data(),
                 static_cast<size_t>(count * outputs) * sizeof(float), ctx_.stream);
@@ -252,10 +274,10 @@ class Runner {
   }
 
   // Return the compared rows.
-  std::vector<float> ReadY() {
-    const int64_t outputs = stack().total_outputs();
+  std::vector<float> ReadResults() {
+    const int64_t outputs = num_results();
     std::vector<std::vector<float>> parts;
-    const auto* y = static_cast<const float*>(y_.Get(0));
+    const float* y = Results();
     ForComparedRows([&](int64_t first, int64_t count) {
       parts.emplace_back(static_cast<size_t>(count * outputs));
       CopyBytes(parts.back().data(), y + first * outputs, parts.back().size() * sizeof(float),
@@ -307,26 +329,45 @@ class Runner {
   void Call(size_t layer) {
     const std::span<const LinearPart> parts = question_->layers->second.parts[layer];
     const int num_parts = static_cast<int>(parts.size());
+    const int num_rows = question_->num_rows();
     const auto* x = static_cast<const float*>(x_.Get(0));
     auto* y = static_cast<float*>(y_.Get(0));
+    const GatedActivationParams gate = {.gate_up = y,
+                                        .out = stack().gated ? Results() : nullptr,
+                                        .num_rows = num_rows,
+                                        .dim = static_cast<int>(num_results()),
+                                        .interleaved = stack().num_experts > 0};
     if (stack().num_experts == 0) {
-      linear_.Linear(ctx_, {.x = x,
-                            .x_stride = stack().cols,
-                            .parts = parts.data(),
-                            .num_parts = num_parts,
-                            .y = y,
-                            .y_stride = stack().total_outputs(),
-                            .num_rows = question_->num_rows()});
+      auto* normed = static_cast<float*>(normed_.Get(0));
+      NormParams norm;
+      if (stack().normed) {  // x serves as its own weights
+        const auto cols = static_cast<int>(stack().cols);
+        norm = {.x = x, .weight = x, .out = normed, .num_rows = num_rows, .dim = cols};
+      }
+      linear_.Project(ctx_, {.norm = norm,
+                             .linear = {.x = stack().normed ? normed : x,
+                                        .x_stride = stack().cols,
+                                        .parts = parts.data(),
+                                        .num_parts = num_parts,
+                                        .y = y,
+                                        .y_stride = stack().total_outputs(),
+                                        .num_rows = num_rows},
+                             .gate = gate});
       return;
     }
-    linear_.GroupedLinear(ctx_, {.x = x,
-                                 .x_stride = stack().cols,
-                                 .y = y,
-                                 .y_stride = stack().total_outputs(),
-                                 .experts = parts.data(),
-                                 .num_experts = num_parts,
-                                 .offsets = static_cast<const int32_t*>(offsets_.Get(0)),
-                                 .num_rows = question_->num_rows()});
+    const GroupedLinearParams linear = {.x = x,
+                                        .x_stride = stack().cols,
+                                        .y = y,
+                                        .y_stride = stack().total_outputs(),
+                                        .experts = parts.data(),
+                                        .num_experts = num_parts,
+                                        .offsets = static_cast<const int32_t*>(offsets_.Get(0)),
+                                        .num_rows = num_rows};
+    if (stack().gated) {
+      linear_.GroupedGate(ctx_, {linear, gate});
+    } else {
+      linear_.GroupedLinear(ctx_, linear);
+    }
   }
 
   // Odd, so that no two rows have the same values.
@@ -335,6 +376,8 @@ class Runner {
   Workspace workspace_;
   Workspace x_;
   Workspace y_;
+  Workspace normed_;
+  Workspace activated_;
   Workspace offsets_;
   Context ctx_;
   CudaLinear& linear_;

@@ -37,6 +37,12 @@ class WeightRing {
     }
   }
 
+  // Use another matrix's tile in place of tile M.
+  template <int M>
+  TM_DEVICE void SetTile(const char* tile) {
+    tiles_[M] = tile;
+  }
+
   // Start to copy a unit into a stage. The caller commits the copies as a group.
   TM_DEVICE void Copy(int unit, int stage) {
     const int lane = ThreadIndexX() & 31;
