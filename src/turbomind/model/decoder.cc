@@ -489,14 +489,14 @@ void Decoder::FeedForward(int index, int num_tokens) {
       DenseFeedForward(weights_->layers[static_cast<size_t>(index)], x, out);
       continue;
     }
-    invokeMoe(device_, {.layer = &experts,
-                        .norm = x.norm == nullptr ? NormParams{}
-                                                  : NormOf(*x.norm, x.x, x.normed, rows),
-                        .x = x.norm == nullptr ? x.x : x.normed,
-                        .out = out.y,
-                        .num_tokens = rows,
-                        .accumulate = out.accumulate,
-                        .scratch = scratch_.moe});
+    invokeMoe(device_,
+              {.layer = &experts,
+               .norm = x.norm == nullptr ? NormParams{} : NormOf(*x.norm, x.x, x.normed, rows),
+               .x = x.norm == nullptr ? x.x : x.normed,
+               .out = out.y,
+               .num_tokens = rows,
+               .accumulate = out.accumulate,
+               .scratch = scratch_.moe});
   }
 }
 
@@ -522,21 +522,20 @@ void Decoder::Project(const LinearWeight& weight, const float* bias, const Input
     parts[i] = {weight.parts[i].get(), bias != nullptr ? bias + output : nullptr};
     output += weight.parts[i]->rows;
   }
-  device_.Project({.norm = x.norm == nullptr ? NormParams{}
-                                             : NormOf(*x.norm, x.x, x.normed, out.num_rows),
-                   .linear = {.x = x.norm == nullptr ? x.x : x.normed,
-                              .x_stride = weight.cols(),
-                              .parts = parts.data(),
-                              .num_parts = static_cast<int>(weight.parts.size()),
-                              .y = out.y,
-                              .y_stride = weight.rows(),
-                              .num_rows = out.num_rows,
-                              .accumulate = out.accumulate},
-                   .gate = gate});
+  device_.Project(
+      {.norm = x.norm == nullptr ? NormParams{} : NormOf(*x.norm, x.x, x.normed, out.num_rows),
+       .linear = {.x = x.norm == nullptr ? x.x : x.normed,
+                  .x_stride = weight.cols(),
+                  .parts = parts.data(),
+                  .num_parts = static_cast<int>(weight.parts.size()),
+                  .y = out.y,
+                  .y_stride = weight.rows(),
+                  .num_rows = out.num_rows,
+                  .accumulate = out.accumulate},
+       .gate = gate});
 }
 
-NormParams Decoder::NormOf(const NormWeight& norm, const float* x, float* out,
-                           int num_rows) const {
+NormParams Decoder::NormOf(const NormWeight& norm, const float* x, float* out, int num_rows) const {
   return {.x = x,
           .weight = norm.weight.data,
           .out = out,

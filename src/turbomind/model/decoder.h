@@ -114,8 +114,8 @@ class Decoder {
   void FillRopes(const BatchView& batch);
   void RunLayers(const DecoderInput& input);
   // Mixes the tokens of each sequence: computes `attended` and `mixed`, of which a layer has at
-  // least one, from the input [num_tokens, hidden]. With `only_rows`, they and `hidden` and `normed` then
-  // have only the input's rows; returns false if there are none.
+  // least one, from the input [num_tokens, hidden]. With `only_rows`, they and `hidden` and
+  // `normed` then have only the input's rows; returns false if there are none.
   bool Mix(int index, const Input& x, const DecoderInput& input, bool only_rows);
   bool Attend(int index, const Input& x, const DecoderInput& input, bool only_rows);
   // Returns the input of the layer's mixers. Computes the norm unless its reader can.

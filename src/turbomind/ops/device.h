@@ -105,6 +105,11 @@ class Device : public DeviceMemory {
   }
   virtual void RouteExperts(const RouteExpertsParams& params) = 0;
   virtual void GroupRows(const GroupRowsParams& params) = 0;
+  // A device may compute both at once.
+  virtual void AssignExperts(const AssignExpertsParams& params) {
+    RouteExperts(params.route);
+    GroupRows(params.rows);
+  }
   virtual void CombineExperts(const CombineExpertsParams& params) = 0;
   virtual void WriteKv(const WriteKvParams& params) = 0;
   virtual void QuantizeBlocks(const QuantizeBlocksParams& params) = 0;

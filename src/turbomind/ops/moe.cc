@@ -115,26 +115,27 @@ void Route(Device& device, const MoeParams& p) {
   device.Project({.norm = p.norm,
                   .keeps_normed = true,
                   .linear = LinearOf(layer.router, p.x, p.scratch.logits, p.num_tokens)});
-  device.RouteExperts({.logits = p.scratch.logits,
-                       .ids = p.scratch.ids,
-                       .weights = p.scratch.weights,
-                       .num_tokens = p.num_tokens,
-                       .num_experts = layer.num_experts,
-                       .top_k = layer.top_k,
-                       .normalize = layer.normalize,
-                       .sigmoid = layer.sigmoid,
-                       .bias = layer.score_bias,
-                       .num_groups = layer.num_groups,
-                       .top_groups = layer.top_groups});
-  device.GroupRows({.ids = p.scratch.ids,
-                    .slots = p.scratch.slots,
-                    .x_rows = p.scratch.x_rows,
-                    .offsets = p.scratch.offsets,
-                    .num_tokens = p.num_tokens,
-                    .num_experts = layer.num_experts,
-                    .top_k = layer.top_k,
-                    .weights = p.scratch.weights,
-                    .slot_weights = layer.weigh_inputs ? p.scratch.slot_weights : nullptr});
+  device.AssignExperts(
+      {.route = {.logits = p.scratch.logits,
+                 .ids = p.scratch.ids,
+                 .weights = p.scratch.weights,
+                 .num_tokens = p.num_tokens,
+                 .num_experts = layer.num_experts,
+                 .top_k = layer.top_k,
+                 .normalize = layer.normalize,
+                 .sigmoid = layer.sigmoid,
+                 .bias = layer.score_bias,
+                 .num_groups = layer.num_groups,
+                 .top_groups = layer.top_groups},
+       .rows = {.ids = p.scratch.ids,
+                .slots = p.scratch.slots,
+                .x_rows = p.scratch.x_rows,
+                .offsets = p.scratch.offsets,
+                .num_tokens = p.num_tokens,
+                .num_experts = layer.num_experts,
+                .top_k = layer.top_k,
+                .weights = p.scratch.weights,
+                .slot_weights = layer.weigh_inputs ? p.scratch.slot_weights : nullptr}});
 }
 
 // One matrix of every expert. x_rows is as in GroupedLinearParams.

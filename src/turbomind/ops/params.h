@@ -391,6 +391,12 @@ struct GroupRowsParams {
   float* slot_weights = nullptr;   // [num_tokens * top_k] the weight of each slot; null: no weights
 };
 
+// RouteExperts, and GroupRows of its ids and weights.
+struct AssignExpertsParams {
+  RouteExpertsParams route;
+  GroupRowsParams rows;
+};
+
 // Computes out[t] = out[t] + scale * sum over ascending j of w(t, j) * y[slots[t, j]], or without
 // out[t] if `accumulate` is not set. w is the weight, its sigmoid, or 1 without weights.
 struct CombineExpertsParams {

@@ -100,7 +100,8 @@ TEST_CASE("the layers to tune are the calls of an engine") {
       REQUIRE(found != layers.end());
       CHECK(num_rows <= found->second);
     }
-    CHECK(layers.at({{.normed = true}, {&weights->output_head()}}) == std::min(kMaxRows, logit_rows));
+    CHECK(layers.at({{.normed = true}, {&weights->output_head()}}) ==
+          std::min(kMaxRows, logit_rows));
   }
 }
 

@@ -192,6 +192,7 @@ inline std::vector<uint16_t> RandomQ8(RandomValues& random, int64_t num_blocks) 
 
 struct TinyOptions {
   bool quantized = false;  // BF16 and Q8_0 alternate, as in checkpoints; else FP32, exact
+  bool alternates = true;  // else every quantized matrix is Q8_0
   bool sinks = true;       // only for TinyGptOss
   float sink_offset = 0.f;
 };
@@ -226,7 +227,7 @@ class TinyBuilder {
  private:
   void AddMatrix(const std::string& name, int64_t rows, int64_t cols, float range) {
     if (options_.quantized) {
-      is_bf16_ = !is_bf16_;
+      is_bf16_ = options_.alternates && !is_bf16_;
       const std::vector<uint16_t> data =
           is_bf16_ ? RandomBF16(random_, rows * cols, range) : RandomQ8(random_, rows * cols / 32);
       const auto format = is_bf16_ ? MatrixFormat::kBF16 : MatrixFormat::kQ8_0;

@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -276,6 +277,59 @@ TEST_CASE_FIXTURE(DeviceSuite, "token-expert pairs are sorted by expert, then by
               return Grouped{slots.Read(), x_rows.Read(), offsets.Read(), slot_weights.Read()};
             }));
     }
+  }
+}
+
+// All arrays that routing and grouping write.
+struct Assigned {
+  Routes routes;
+  Grouped rows;
+
+  bool operator==(const Assigned& other) const {
+    return Same(routes, other.routes) && rows == other.rows;
+  }
+};
+
+TEST_CASE_FIXTURE(DeviceSuite, "assigning experts writes what routing and grouping write") {
+  for (const auto& [tokens, experts, top_k] :
+       {std::array{1, 32, 4}, {7, 4, 4}, {16, 128, 8}, {17, 33, 2}, {300, 8, 2}}) {
+    CAPTURE(tokens);
+    const std::vector<float> logits = RandomVector(int64_t{tokens} * experts, 9);
+    const auto pairs = static_cast<size_t>(tokens * top_k);
+    const auto run = [&](Device& device, bool at_once) {
+      const DeviceArray<float> from(device, logits);
+      const DeviceArray<int32_t> ids(device, Ids(pairs, -1));
+      const DeviceArray<float> weights(device, std::vector<float>(pairs, 7.f));
+      const DeviceArray<int32_t> slots(device, Ids(pairs, -1));
+      const DeviceArray<int32_t> x_rows(device, Ids(pairs, -1));
+      const DeviceArray<int32_t> offsets(device, Ids(static_cast<size_t>(experts) + 1, -1));
+      const DeviceArray<float> slot_weights(device, std::vector<float>(pairs, 7.f));
+      const AssignExpertsParams params = {.route = {.logits = from.data(),
+                                                    .ids = ids.data(),
+                                                    .weights = weights.data(),
+                                                    .num_tokens = tokens,
+                                                    .num_experts = experts,
+                                                    .top_k = top_k,
+                                                    .normalize = true},
+                                          .rows = {.ids = ids.data(),
+                                                   .slots = slots.data(),
+                                                   .x_rows = x_rows.data(),
+                                                   .offsets = offsets.data(),
+                                                   .num_tokens = tokens,
+                                                   .num_experts = experts,
+                                                   .top_k = top_k,
+                                                   .weights = weights.data(),
+                                                   .slot_weights = slot_weights.data()}};
+      if (at_once) {
+        device.AssignExperts(params);
+      } else {
+        device.RouteExperts(params.route);
+        device.GroupRows(params.rows);
+      }
+      return Assigned{{ids.Read(), weights.Read()},
+                      {slots.Read(), x_rows.Read(), offsets.Read(), slot_weights.Read()}};
+    };
+    ForAll([&](Device& device) { CHECK(run(device, true) == run(device, false)); });
   }
 }
 

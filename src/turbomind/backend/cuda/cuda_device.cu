@@ -231,6 +231,9 @@ class CudaDevice final : public Device {
     CudaRouteExperts(context_, params);
   }
   void GroupRows(const GroupRowsParams& params) override { CudaGroupRows(context_, params); }
+  void AssignExperts(const AssignExpertsParams& params) override {
+    CudaAssignExperts(context_, params);
+  }
   void CombineExperts(const CombineExpertsParams& params) override {
     CudaCombineExperts(context_, params);
   }

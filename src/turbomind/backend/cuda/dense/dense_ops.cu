@@ -85,6 +85,15 @@ void CudaGroupRows(const Context& ctx, const GroupRowsParams& params) {
          ctx.stream, params);
 }
 
+void CudaAssignExperts(const Context& ctx, const AssignExpertsParams& params) {
+  if (params.route.num_tokens > kMaxAssignedTokens) {
+    CudaRouteExperts(ctx, params.route);
+    CudaGroupRows(ctx, params.rows);
+    return;
+  }
+  Launch(AssignExpertsKernel<kAssignWarps>, {.threads = 32 * kAssignWarps}, ctx.stream, params);
+}
+
 void CudaCombineExperts(const Context& ctx, const CombineExpertsParams& params) {
   const bool wide = HasWideRows(params.dim, {params.y, params.out});
   const LaunchShape shape = {.grid_x = params.num_tokens,

@@ -15,6 +15,7 @@ void CudaAdd(const Context& ctx, const AddParams& params);
 void CudaSoftCap(const Context& ctx, const SoftCapParams& params);
 void CudaGatedActivation(const Context& ctx, const GatedActivationParams& params);
 void CudaRouteExperts(const Context& ctx, const RouteExpertsParams& params);
+void CudaAssignExperts(const Context& ctx, const AssignExpertsParams& params);
 void CudaGroupRows(const Context& ctx, const GroupRowsParams& params);
 void CudaCombineExperts(const Context& ctx, const CombineExpertsParams& params);
 // Uses the workspace: 8 bytes per part of a row.

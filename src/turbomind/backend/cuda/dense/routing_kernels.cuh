@@ -84,15 +84,10 @@ TM_DEVICE uint32_t SelectGroups(const RouteExpertsParams& p, const RouteChoice& 
   return groups;
 }
 
-// One warp per token. It first finds the key of the token's last expert. It then writes the experts
-// with that key or a larger one, in the order of their ids.
-template <int kWarps>
-__global__ void __launch_bounds__(32 * kWarps, 8) RouteExpertsKernel(RouteExpertsParams p) {
+// Route a token with one warp. It first finds the key of the token's last expert. It then writes
+// the experts with that key or a larger one, in the order of their ids.
+TM_DEVICE void RouteToken(const RouteExpertsParams& p, int64_t token) {
   const int lane = ThreadIndexX() & 31;
-  const int64_t token = static_cast<int64_t>(BlockIndexX()) * kWarps + ThreadIndexX() / 32;
-  if (token >= p.num_tokens) {
-    return;
-  }
   const float* logits = p.logits + token * p.num_experts;
   RouteChoice choice;
   if (RouteChoice::ByScores(p) && !p.sigmoid) {
@@ -140,6 +135,15 @@ __global__ void __launch_bounds__(32 * kWarps, 8) RouteExpertsKernel(RouteExpert
   }
 }
 
+// One warp per token.
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, 8) RouteExpertsKernel(RouteExpertsParams p) {
+  const int64_t token = static_cast<int64_t>(BlockIndexX()) * kWarps + ThreadIndexX() / 32;
+  if (token < p.num_tokens) {
+    RouteToken(p, token);
+  }
+}
+
 inline constexpr int kGroupWarps = 8;
 inline constexpr int kGroupAhead = 4;  // ids that a lane loads at once
 inline constexpr int kGroupSharedBytes = 2 * kGroupWarps * sizeof(int);
@@ -163,34 +167,26 @@ TM_DEVICE void ForPairs(const int32_t* ids, int begin, int end, Fn fn) {
   }
 }
 
-// One block per expert, which reads all ids. Each warp counts the pairs of lower experts and of
-// this expert in its own run. From these counts it computes the slot of its first pair.
-template <int kWarps>
-__global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p) {
-  const int expert = BlockIndexX();
-  const int lane = ThreadIndexX() & 31;
-  const int warp = ThreadIndexX() / 32;
-  const int num_pairs = p.num_tokens * p.top_k;
-  const int run = (num_pairs + 32 * kWarps - 1) / (32 * kWarps) * 32;
-  const int begin = warp * run;
-  const int end = begin + run < num_pairs ? begin + run : num_pairs;
+// Pairs of lower experts and of an expert.
+struct PairCounts {
   int lower = 0;
   int equal = 0;
-  ForPairs(p.ids, begin, end, [&](int32_t id, int) {
-    lower += id >= 0 && id < expert ? 1 : 0;
-    equal += id == expert ? 1 : 0;
+};
+
+// Count the pairs of [begin, end) with one warp.
+TM_DEVICE PairCounts CountPairs(const int32_t* ids, int begin, int end, int expert) {
+  PairCounts counts;
+  ForPairs(ids, begin, end, [&](int32_t id, int) {
+    counts.lower += id >= 0 && id < expert ? 1 : 0;
+    counts.equal += id == expert ? 1 : 0;
   });
-  lower = SumInWarp(lower);
-  equal = SumInWarp(equal);
-  int* counts = reinterpret_cast<int*>(SharedMemory());
-  if (lane == 0) {
-    StoreShared(counts + warp, lower);
-    StoreShared(counts + kWarps + warp, equal);
-  }
-  SyncBlock();
-  int before = lane < kWarps ? LoadShared<int>(counts + lane) : 0;
-  before += lane < warp ? LoadShared<int>(counts + kWarps + lane) : 0;
-  int slot = SumInWarp(before);
+  return {SumInWarp(counts.lower), SumInWarp(counts.equal)};
+}
+
+// Write the slots of the expert's pairs in [begin, end), from `slot` on, with one warp. Return the
+// slot after them.
+TM_DEVICE int WriteSlots(const GroupRowsParams& p, int begin, int end, int expert, int slot) {
+  const int lane = ThreadIndexX() & 31;
   ForPairs(p.ids, begin, end, [&](int32_t id, int pair) {
     const uint32_t all = BallotInWarp(id == expert);
     if (id == expert) {
@@ -203,11 +199,60 @@ __global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p
     }
     slot += CountOnes(all);
   });
+  return slot;
+}
+
+// One block per expert, which reads all ids. Each warp counts the pairs of lower experts and of
+// this expert in its own run. From these counts it computes the slot of its first pair.
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p) {
+  const int expert = BlockIndexX();
+  const int lane = ThreadIndexX() & 31;
+  const int warp = ThreadIndexX() / 32;
+  const int num_pairs = p.num_tokens * p.top_k;
+  const int run = (num_pairs + 32 * kWarps - 1) / (32 * kWarps) * 32;
+  const int begin = warp * run;
+  const int end = begin + run < num_pairs ? begin + run : num_pairs;
+  const PairCounts own = CountPairs(p.ids, begin, end, expert);
+  int* counts = reinterpret_cast<int*>(SharedMemory());
+  if (lane == 0) {
+    StoreShared(counts + warp, own.lower);
+    StoreShared(counts + kWarps + warp, own.equal);
+  }
+  SyncBlock();
+  int before = lane < kWarps ? LoadShared<int>(counts + lane) : 0;
+  before += lane < warp ? LoadShared<int>(counts + kWarps + lane) : 0;
+  const int slot = WriteSlots(p, begin, end, expert, SumInWarp(before));
   if (lane == 0 && warp == kWarps - 1) {
     StoreGlobal(p.offsets + expert + 1, slot);
   }
   if (expert == 0 && ThreadIndexX() == 0) {
     StoreGlobal(p.offsets, 0);
+  }
+}
+
+inline constexpr int kAssignWarps = 8;
+inline constexpr int kMaxAssignedTokens = 16;  // two for each warp
+
+// Both of the kernels above for few tokens, in one block. A warp has some tokens and then some
+// experts, and reads all ids for each expert.
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) AssignExpertsKernel(AssignExpertsParams p) {
+  const int warp = ThreadIndexX() / 32;
+  for (int token = warp; token < p.route.num_tokens; token += kWarps) {
+    RouteToken(p.route, token);
+  }
+  SyncBlock();  // the ids and weights of all tokens are visible to the block
+  const int num_pairs = p.rows.num_tokens * p.rows.top_k;
+  for (int expert = warp; expert < p.rows.num_experts; expert += kWarps) {
+    const int first = CountPairs(p.rows.ids, 0, num_pairs, expert).lower;
+    const int end = WriteSlots(p.rows, 0, num_pairs, expert, first);
+    if (ThreadIndexX() % 32 == 0) {
+      StoreGlobal(p.rows.offsets + expert + 1, end);
+    }
+  }
+  if (ThreadIndexX() == 0) {
+    StoreGlobal(p.rows.offsets, 0);
   }
 }
 

@@ -203,8 +203,8 @@ std::vector<LinearKernel> CandidatesOf(const LinearStack& stack, int bucket,
   };
   add(LinearKernel::kStream1, num_rows <= 8);
   add(LinearKernel::kStream2, rows_of_matrix <= kMaxStreamCandidateRows);
-  add(LinearKernel::kFused, fuses_norm || (stack.gated && !stack.normed &&
-                                           rows_of_matrix <= kMaxStreamCandidateRows));
+  add(LinearKernel::kFused,
+      fuses_norm || (stack.gated && !stack.normed && rows_of_matrix <= kMaxStreamCandidateRows));
   add(LinearKernel::kTile, rows_of_matrix >= kMinTileRows);
   add(LinearKernel::kWide,
       machine.has_warp_groups && (stack.num_experts > 0 || num_rows >= kMinWideRows));

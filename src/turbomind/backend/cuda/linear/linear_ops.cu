@@ -411,8 +411,7 @@ void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
 void CudaLinear::Project(const Context& ctx, const ProjectParams& params) {
   const bool is_gate = params.gate.out != nullptr && params.gate.gated && !params.gate.interleaved;
   const std::span parts(params.linear.parts, static_cast<size_t>(params.linear.num_parts));
-  const std::optional<LinearStack> stack =
-      StackOfCall(parts, params.norm.x != nullptr, is_gate);
+  const std::optional<LinearStack> stack = StackOfCall(parts, params.norm.x != nullptr, is_gate);
   const bool is_fused = stack.has_value() && CanFuse(params) &&
                         KernelOf(ctx, *stack, params.linear.num_rows) == LinearKernel::kFused;
   if (is_fused) {

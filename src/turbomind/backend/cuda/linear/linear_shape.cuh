@@ -50,8 +50,8 @@ struct LinearKernelParams {
   bool slot_is_row = false;  // how slots are numbered, see SlotCount
 };
 
-// An RMSNorm of x that a kernel computes on the way. As y = w (x ∘ g) / rms(x), it multiplies x by g
-// as it reads x, adds up squares, and divides the sums at the end. x has contiguous rows, and all
+// An RMSNorm of x that a kernel computes on the way. As y = w (x ∘ g) / rms(x), it multiplies x by
+// g as it reads x, adds up squares, and divides the sums at the end. x has contiguous rows, and all
 // arrays are 16-byte aligned.
 struct FusedNorm {
   const float* weight = nullptr;  // [cols]; null: no norm

@@ -39,8 +39,9 @@ struct StreamParams {
   int slices = 1;  // warps per block
   // If `out` is set, only the activation of the outputs is stored.
   GatedActivationParams gate = {};
-  LinearSegment up = {};  // of a gate without alternating outputs; `linear` then has the gates alone
-  FusedNorm norm = {};    // with StreamConfig::kNormed
+  LinearSegment up =
+      {};               // of a gate without alternating outputs; `linear` then has the gates alone
+  FusedNorm norm = {};  // with StreamConfig::kNormed
 
   TM_DEVICE bool has_two_matrices() const { return up.weight != nullptr; }
 };
@@ -269,8 +270,8 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
                         SharedMemory() + slice * C::kWarpBytes);
   if constexpr (C::kTiles == 2) {
     if (params.has_two_matrices()) {
-      ring.template SetTile<1>(params.up.weight + block.first_output / kTileOutputs *
-                                                      TileBytes(C::kFormat, p.cols));
+      ring.template SetTile<1>(params.up.weight +
+                               block.first_output / kTileOutputs * TileBytes(C::kFormat, p.cols));
     }
   }
   const auto copy = [&](int unit, int stage) {

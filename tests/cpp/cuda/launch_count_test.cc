@@ -1,0 +1,107 @@
+// Counts the launches of a decode step's layers. Only the stand-in for a GPU counts them: its clock
+// is the number of launches.
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/null_device.h"
+#include "engine/tiny_model.h"
+#include "turbomind/backend/cuda/cuda_device.h"
+#include "turbomind/backend/cuda/runtime/event_timer.h"
+#include "turbomind/model/layers_to_tune.h"
+
+namespace turbomind {
+namespace {
+
+// Counts the launches of the ops of each step, and forwards fused calls as they are.
+class LaunchCounter final : public testing::ForwardingDevice {
+ public:
+  LaunchCounter()
+      : ForwardingDevice(cuda::MakeDevice(0, {})), stream_(cuda::CreateStream()), timer_(stream_) {}
+  ~LaunchCounter() override { cuda::DestroyStream(stream_); }
+
+  void RunStep(const StepParams& step, FunctionRef<void()> ops) override {
+    const double count = timer_.Time([&] { ForwardingDevice::RunStep(step, ops); });
+    if (step.groups[0].batch.num_decode == step.groups[0].batch.num_seqs) {
+      launches.push_back(static_cast<int>(count));
+    }
+  }
+  void Project(const ProjectParams& params) override { inner().Project(params); }
+  void GroupedGate(const GroupedGateParams& params) override { inner().GroupedGate(params); }
+  void AssignExperts(const AssignExpertsParams& params) override { inner().AssignExperts(params); }
+
+  std::vector<int> launches;  // by decode step
+
+ private:
+  cuda::Stream stream_;
+  cuda::EventTimer timer_;
+};
+
+// Return the launches of a decode step of `batch` sequences.
+int CountStep(const ModelConfig& model, EngineConfig config, int batch, bool tuned) {
+  const auto device = std::make_shared<LaunchCounter>();
+  config.check_integrity = false;
+  auto weights = testing::TinyWeights(model, *device, {.quantized = true, .alternates = false});
+  if (tuned) {
+    device->Tune({.layers = LayersToTune(*weights, 1, 1), .saved = {}, .max_seconds = 1e9});
+  }
+  Engine engine(model, config, std::move(weights), device, int64_t{1} << 30);
+  for (int i = 0; i < batch; ++i) {
+    auto request = testing::MakeRequest(static_cast<uint64_t>(i + 1),
+                                        testing::RandomPrompt(static_cast<uint32_t>(i), 20), 4);
+    request->ignore_eos = true;
+    engine.Submit(request);
+  }
+  testing::Collect(engine, static_cast<size_t>(batch));
+  engine.Stop();
+  REQUIRE(!device->launches.empty());
+  return *std::ranges::min_element(device->launches);
+}
+
+// Return the launches of each layer, from models of two and four equal layers.
+int CountPerLayer(ModelConfig model, const EngineConfig& config, bool tuned) {
+  const auto count = [&](int num_layers) {
+    model.num_layers = num_layers;
+    model.windows.assign(static_cast<size_t>(num_layers), 0);
+    if (model.moe.num_experts > 0) {
+      model.moe.layers.assign(static_cast<size_t>(num_layers), 1);
+    }
+    return CountStep(model, config, 1, tuned);
+  };
+  const int difference = count(4) - count(2);
+  CHECK(difference % 2 == 0);
+  return difference / 2;
+}
+
+bool CountsLaunches() { return cuda::PropertiesOf(0).name == "shim"; }
+
+TEST_CASE("a dense layer takes at most 7 launches, and 8 with a 16-bit window") {
+  if (!CountsLaunches()) {
+    return;
+  }
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
+  CHECK(CountPerLayer(testing::TinyConfig(), config, false) == 10);
+  CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 7);
+  config.kv_quality.window16 = {64, 64};
+  config.cache_block_seq_len = 64;
+  CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 8);
+}
+
+TEST_CASE("a layer of experts takes at most 10 launches, and 11 with a 16-bit window") {
+  if (!CountsLaunches()) {
+    return;
+  }
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Mx);
+  CHECK(CountPerLayer(testing::TinyGptOss(), config, false) == 13);
+  CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 10);
+  config.kv_quality.window16 = {64, 64};
+  config.cache_block_seq_len = 64;
+  CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 11);
+}
+
+}  // namespace
+}  // namespace turbomind
