@@ -134,6 +134,56 @@ TEST_CASE("lanes that do not meet and threads that wait forever are detected") {
                  "hangs"));
 }
 
+TEST_CASE("memory that is used before the launch before has ended is detected") {
+  std::vector<float> values(kThreads * 4);
+  const Buffer buffer(values.data(), values.size() * sizeof(float), Buffer::kReadWrite);
+  const auto verdict = [](const std::function<void()>& kernel) -> std::string {
+    try {
+      Launch({{}, {kThreads}, 4096, 1, true}, kernel);
+    } catch (const KernelError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto copy = [&] {
+    CopyAsync(SharedMemory() + 16 * ThreadIndexX(), values.data() + 4 * ThreadIndexX(), 16);
+    CommitCopies();
+    WaitForCopies<0>();
+  };
+  CHECK(verdict([&] {
+          BeginKernel();
+          StoreGlobal(values.data() + ThreadIndexX(), 1.f);
+          copy();
+        }) == "");
+  CHECK(verdict([&] {
+          LetNextBegin();
+          copy();  // of an array that never changes
+          WaitForPrevious();
+          StoreGlobal(values.data() + ThreadIndexX(), 1.f);
+        }) == "");
+  for (const auto& early :
+       std::vector<std::function<void()>>{[&] { StoreGlobal(values.data() + ThreadIndexX(), 1.f); },
+                                          [&] { LoadGlobal(values.data()); }, copy}) {
+    CHECK(Contains(verdict([&] {
+                     early();
+                     BeginKernel();
+                   }),
+                   "before WaitForPrevious"));
+  }
+  CHECK(Contains(verdict([&] {
+                   LetNextBegin();
+                   LoadGlobal(values.data());
+                   WaitForPrevious();
+                 }),
+                 "before WaitForPrevious"));
+  CHECK(Contains(verdict([&] {
+                   if (ThreadIndexX() != 3) {
+                     BeginKernel();
+                   }
+                 }),
+                 "ended without"));
+}
+
 TEST_CASE("a copy without a wait is detected or gives poison") {
   std::vector<float> data(4, 1.f);
   const Buffer buffer(data.data(), 16, Buffer::kRead);

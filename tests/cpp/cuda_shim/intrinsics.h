@@ -24,6 +24,13 @@ inline int BlockIndexX() { return static_cast<int>(shim::BlockIndex().x); }
 inline int BlockIndexY() { return static_cast<int>(shim::BlockIndex().y); }
 inline char* SharedMemory() { return shim::SharedMemory(); }
 
+inline void LetNextBegin() { shim::LetNextBegin(); }
+inline void WaitForPrevious() { shim::WaitForPrevious(); }
+inline void BeginKernel() {
+  LetNextBegin();
+  WaitForPrevious();
+}
+
 template <class T>
 T LoadGlobal(const T* p) {
   shim::CheckAccess(shim::Space::kGlobalRead, p, sizeof(T), alignof(T));

@@ -36,6 +36,7 @@
 struct CUstream_st {
   std::vector<std::function<void()>>* recorded = nullptr;  // non-null while a graph is recorded
   bool is_spoilt = false;                                  // an invalid call broke that graph
+  bool overlaps = false;
 };
 
 // Time is the number of launches so far, so that it does not depend on the machine.
@@ -224,6 +225,10 @@ Stream CreateStream() {
 }
 void DestroyStream(Stream stream) noexcept { delete stream; }
 
+// Work runs when it is queued, and every kernel is checked as if it could overlap the one before.
+void OverlapLaunches(Stream stream, bool overlap) { stream->overlaps = overlap; }
+bool LaunchesOverlap(Stream stream) { return stream->overlaps; }
+
 void Synchronize(Stream stream) {
   stream->is_spoilt = stream->recorded != nullptr;
   Check(stream->recorded == nullptr, "Synchronize must not be called while a graph is recorded");
@@ -308,7 +313,8 @@ void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> ke
                   static_cast<unsigned>(shape.grid_z)},
          .block = {static_cast<unsigned>(shape.threads), 1, 1},
          .shared_bytes = shape.shared_bytes,
-         .seed = ++TheGpu().num_launches},
+         .seed = ++TheGpu().num_launches,
+         .overlaps = true},
         kernel);
   });
 }

@@ -73,6 +73,8 @@ struct Thread {
   int num_products = 0;  // since the start
   bool registers_fenced = false;
   uint32_t shared_fences = 0;
+  bool lets_next_begin = false;
+  bool has_waited = false;  // WaitForPrevious
 };
 
 // The last write to a word of shared memory.
@@ -100,6 +102,7 @@ struct State {
   std::vector<char> shared;
   char* shared_begin = nullptr;
   size_t shared_bytes = 0;
+  bool overlaps = false;
   std::vector<Write> writes;  // by the word of shared memory
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -164,6 +167,9 @@ void Wake(std::vector<int>& waiting) {
 void EndThread() {
   State& s = TheState();
   Thread& me = Current();
+  if (s.overlaps && !(me.lets_next_begin && me.has_waited)) {
+    Fail("a thread ended without LetNextBegin and WaitForPrevious");
+  }
   me.done = true;
   --s.alive;
   Warp& warp = s.warps[static_cast<size_t>(me.warp)];
@@ -227,6 +233,8 @@ void StartBlock(const LaunchShape& shape) {
     thread.sums.clear();
     thread.num_products = 0;
     thread.registers_fenced = false;
+    thread.lets_next_begin = false;
+    thread.has_waited = false;
     ++s.warps[i / kWarp].alive;
     Prepare(thread);
     s.runnable.push_back(static_cast<int>(i));
@@ -346,6 +354,7 @@ void Launch(const LaunchShape& shape, const std::function<void()>& kernel) {
   s.shared_begin =
       s.shared.data() + (-reinterpret_cast<uintptr_t>(s.shared.data()) & (kSharedAlignment - 1));
   s.shared_bytes = shape.shared_bytes;
+  s.overlaps = shape.overlaps;
   for (unsigned z = 0; z < shape.grid.z; ++z) {
     for (unsigned y = 0; y < shape.grid.y; ++y) {
       for (unsigned x = 0; x < shape.grid.x; ++x) {
@@ -374,6 +383,11 @@ void CheckAccess(Space space, const void* address, size_t bytes, size_t alignmen
       Fail("an access of " + std::to_string(bytes) + " bytes is outside shared memory");
     }
     return;
+  }
+  const Thread& me = Current();
+  const bool may_use = me.has_waited || (space == Space::kGlobalCopy && me.lets_next_begin);
+  if (s.overlaps && !may_use) {
+    Fail("global memory is used before WaitForPrevious");
   }
   auto region = s.regions.upper_bound(at);
   if (region == s.regions.begin()) {
@@ -493,6 +507,9 @@ void WaitForProducts(int newest) {
   }
 }
 
+void LetNextBegin() { Current().lets_next_begin = true; }
+void WaitForPrevious() { Current().has_waited = true; }
+
 void FenceShared() { ++Current().shared_fences; }
 void FenceRegisters() { Current().registers_fenced = true; }
 
@@ -504,7 +521,7 @@ void CopyAsync(void* shared, const void* global, int bytes, int valid) {
                      static_cast<size_t>(bytes), static_cast<size_t>(valid)};
   CheckAccess(Space::kShared, shared, copy.bytes, copy.bytes);
   if (valid > 0) {
-    CheckAccess(Space::kGlobalRead, global, copy.valid, copy.bytes);
+    CheckAccess(Space::kGlobalCopy, global, copy.valid, copy.bytes);
   }
   std::memset(shared, kPoison, copy.bytes);
   NoteWrite(shared, copy.bytes);

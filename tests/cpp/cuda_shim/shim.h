@@ -8,7 +8,8 @@
 // detects a copy into a stage that other threads still read, warps whose lanes do not meet, and
 // barriers that some threads never reach. Of the products of warp groups it detects sums that are
 // used before they were waited for, missing fences, and warps of a group that differ in their
-// products. It cannot detect missing fences of global memory, races inside one word, the rounding
+// products. Of overlapping launches it detects a use of global memory before WaitForPrevious. It
+// cannot detect missing fences of global memory, races inside one word, the rounding
 // of the tensor cores, or speed.
 //
 // A kernel runs as it is compiled for a GPU; only backend/cuda/runtime/intrinsics.cuh is replaced.
@@ -54,6 +55,7 @@ struct LaunchShape {
   Dim3 block;
   size_t shared_bytes = 0;
   uint64_t seed = 0;
+  bool overlaps = false;  // the launch before may still run: see WaitForPrevious
 };
 
 // Run a kernel. Throws KernelError if it makes a mistake.
@@ -78,7 +80,7 @@ char* SharedMemory();
 
 // Kinds of access that CheckAccess distinguishes. It checks the bounds and the alignment of an
 // access of `bytes` at `address`.
-enum class Space { kGlobalRead, kGlobalWrite, kShared };
+enum class Space { kGlobalRead, kGlobalCopy, kGlobalWrite, kShared };
 void CheckAccess(Space space, const void* address, size_t bytes, size_t alignment);
 
 // A meeting of all 32 lanes of a warp: `run` gets the `in` of every lane and fills every `out`.
@@ -95,6 +97,11 @@ void MeetBlock();
 
 // Note a write to shared memory, which products do not see before the thread's FenceShared.
 void NoteWrite(const void* shared, size_t bytes);
+
+// Before LetNextBegin and WaitForPrevious, a thread of an overlapping launch must not use global
+// memory. Between them it may make copies, whose sources must be arrays that never change.
+void LetNextBegin();
+void WaitForPrevious();
 
 // cp.async: copy the first `valid` of 4 or 16 bytes and set the rest to zero. The copy happens at
 // some time before the wait.

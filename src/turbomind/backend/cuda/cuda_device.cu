@@ -19,6 +19,7 @@
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
+#include "turbomind/backend/cuda/tuner/overlap_tuning.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
 #include "turbomind/kv/block_seq_len.h"
@@ -330,6 +331,11 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
         .count();
   };
   TuningResult result = TuneLinear(context_, linear_, params, {time, seconds});
+  if (!params.layers.empty()) {
+    TuneOverlap(
+        context_, params.saved,
+        [&](const char*, FunctionRef<void()> work) { return timer.Time(work); }, &result);
+  }
   const std::string library = std::to_string(linear_.library_version());
   result.machine = properties_.name + ", SM " + std::to_string(properties_.sm) + ", driver " +
                    properties_.driver + ", cuBLASLt " + library + ", kernels " + kernels_;

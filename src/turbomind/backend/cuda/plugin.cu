@@ -56,6 +56,7 @@ struct ProbeParams {
 };
 
 __global__ void Probe(ProbeParams params) {
+  BeginKernel();
   if (ThreadIndexX() == 0) {
     StoreGlobal(params.out, int32_t{1});
   }

@@ -24,6 +24,7 @@ inline constexpr int kAmplitudeWarps = 4;  // one row each
 
 // Grid: rows / kAmplitudeWarps.
 __global__ void __launch_bounds__(32 * kAmplitudeWarps) AmplitudesKernel(AmplitudeParams p) {
+  BeginKernel();
   const int row = BlockIndexX() * kAmplitudeWarps + WarpIndex();
   if (row >= p.num_rows) {
     return;

@@ -504,6 +504,7 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
     DecodeKernel(DecodeParams params) {
+  BeginKernel();
   const DecodeItem item = LoadGlobal(params.items + BlockIndexY());
   if (item.begin == item.end) {
     return;

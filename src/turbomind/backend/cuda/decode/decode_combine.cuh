@@ -140,6 +140,7 @@ constexpr int CombineSharedBytes(int vectors) { return kCombineWarps * 32 * (16 
 // Grid: ⌈num_rows · warps_per_row / kCombineWarps⌉; kCombineWarps warps; CombineSharedBytes.
 template <int kVectors>
 __global__ void __launch_bounds__(32 * kCombineWarps) CombineKernel(CombineParams p) {
+  BeginKernel();
   const int lane = ThreadIndexX() & 31;
   const int warp = ThreadIndexX() >> 5;
   const int part = warp % p.warps_per_row;

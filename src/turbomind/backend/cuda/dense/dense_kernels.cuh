@@ -30,6 +30,7 @@ inline constexpr int kRopeThreads = 128;
 
 // One thread per value of cos.
 __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
+  BeginKernel();
   const int64_t at = static_cast<int64_t>(BlockIndexX()) * kRopeThreads + ThreadIndexX();
   if (at >= p.num_values) {
     return;
@@ -61,6 +62,7 @@ inline constexpr int kMaxNormWarps = 32;
 // kNormHeld per thread are read twice.
 template <int kWidth>
 __global__ void __launch_bounds__(32 * kMaxNormWarps) NormKernel(NormTask task) {
+  BeginKernel();
   const NormParams& p = task.op;
   const int thread = ThreadIndexX();
   const int threads = 32 * task.num_warps;
@@ -135,6 +137,7 @@ inline constexpr int kValueThreads = 256;
 
 // One thread per value.
 __global__ void __launch_bounds__(kValueThreads) AddKernel(AddParams p) {
+  BeginKernel();
   const int64_t at = static_cast<int64_t>(BlockIndexX()) * kValueThreads + ThreadIndexX();
   if (at < p.count) {
     StoreGlobal(p.out + at, LoadGlobal(p.out + at) + MulRounded(p.scale, LoadGlobal(p.x + at)));
@@ -143,6 +146,7 @@ __global__ void __launch_bounds__(kValueThreads) AddKernel(AddParams p) {
 
 // One thread per value.
 __global__ void __launch_bounds__(kValueThreads) SoftCapKernel(SoftCapParams p) {
+  BeginKernel();
   const int64_t at = static_cast<int64_t>(BlockIndexX()) * kValueThreads + ThreadIndexX();
   if (at < p.count) {
     const float x = LoadGlobal(p.x + at) * p.scale;
@@ -155,6 +159,7 @@ inline constexpr int kGateThreads = 256;
 // Grid: rows × ⌈dim / (kGateThreads kWidth)⌉.
 template <int kWidth>
 __global__ void __launch_bounds__(kGateThreads) GatedActivationKernel(GatedActivationParams p) {
+  BeginKernel();
   const int at = (BlockIndexY() * kGateThreads + ThreadIndexX()) * kWidth;
   if (at >= p.dim) {
     return;
@@ -194,6 +199,7 @@ inline constexpr uint64_t kRefusedKey = ~uint64_t{0};  // above every RankKey
 // -infinity, kRefusedKey for NaN or +infinity.
 template <int kWidth>
 __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask task) {
+  BeginKernel();
   constexpr int kWarps = kArgMaxThreads / 32;
   constexpr float kHighest = FLT_MAX;
   const int thread = ThreadIndexX();
@@ -234,6 +240,7 @@ __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask t
 // One block of kThreads threads, a warp, per row.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) ArgMaxRowsKernel(ArgMaxTask task) {
+  BeginKernel();
   const uint64_t* best = task.best + static_cast<int64_t>(BlockIndexX()) * task.num_parts;
   uint64_t key = 0;
 #pragma unroll 1

@@ -138,6 +138,7 @@ TM_DEVICE void RouteToken(const RouteExpertsParams& p, int64_t token) {
 // One warp per token.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, 8) RouteExpertsKernel(RouteExpertsParams p) {
+  BeginKernel();
   const int64_t token = static_cast<int64_t>(BlockIndexX()) * kWarps + ThreadIndexX() / 32;
   if (token < p.num_tokens) {
     RouteToken(p, token);
@@ -206,6 +207,7 @@ TM_DEVICE int WriteSlots(const GroupRowsParams& p, int begin, int end, int exper
 // this expert in its own run. From these counts it computes the slot of its first pair.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p) {
+  BeginKernel();
   const int expert = BlockIndexX();
   const int lane = ThreadIndexX() & 31;
   const int warp = ThreadIndexX() / 32;
@@ -238,6 +240,7 @@ inline constexpr int kMaxAssignedTokens = 16;  // two for each warp
 // experts, and reads all ids for each expert.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) AssignExpertsKernel(AssignExpertsParams p) {
+  BeginKernel();
   const int warp = ThreadIndexX() / 32;
   for (int token = warp; token < p.route.num_tokens; token += kWarps) {
     RouteToken(p.route, token);
@@ -261,6 +264,7 @@ inline constexpr int kCombineThreads = 128;
 // Grid: tokens × ⌈dim / (kCombineThreads kWidth)⌉. kWidth is 4 if every row is 16-byte aligned.
 template <int kWidth>
 __global__ void __launch_bounds__(kCombineThreads) CombineExpertsKernel(CombineExpertsParams p) {
+  BeginKernel();
   const int at = (BlockIndexY() * kCombineThreads + ThreadIndexX()) * kWidth;
   if (at >= p.dim) {
     return;

@@ -103,6 +103,7 @@ TM_DEVICE void AddFastBias(const FastBias& bias, const RowLane& at, int head, in
 // Grid: (rows of [num_seqs, kv_heads, max_len] / rows per block, side).
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p) {
+  BeginKernel();
   const int64_t row =
       static_cast<int64_t>(BlockIndexX()) * RowsOfBlock(kRowLanes) + ThreadIndexX() / kRowLanes;
   const KvSide side = BlockIndexY() == 0 ? KvSide::kK : KvSide::kV;
@@ -201,6 +202,7 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
     FlattenHalfKernel(FlattenHalfParams p) {
+  BeginKernel();
   const KvSide side = (BlockIndexY() & 1) == 0 ? KvSide::kK : KvSide::kV;
   const RowLane at = {ThreadIndexX() % kRowLanes, p.kv.head_dim};
   if (!at.active()) {

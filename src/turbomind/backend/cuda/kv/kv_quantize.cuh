@@ -81,6 +81,7 @@ TM_DEVICE void SumRun(const QuantizeBlocksParams& op, const PendingQuantization&
 // sums of the runs in their order. Grid: num_to_quantize * kv_heads / OffsetsOfBlock.
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) StoreKOffsetsKernel(QuantizeBlocksParams op) {
+  BeginKernel();
   const int row = ThreadIndexX() / kRowLanes;
   const int sharer = row % kOffsetSharers;
   const int index = BlockIndexX() * OffsetsOfBlock(kRowLanes) + row / kOffsetSharers;
@@ -174,6 +175,7 @@ struct QuantizeLaunch {
 
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLaunch p) {
+  BeginKernel();
   const KvLayerView& kv = p.op.kv;
   const bool is_k = BlockIndexX() < p.side_blocks;
   const KvSide side = is_k ? KvSide::kK : KvSide::kV;

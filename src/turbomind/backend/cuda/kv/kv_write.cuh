@@ -394,6 +394,7 @@ TM_DEVICE BlockRows RowsOf(const WriteKvLaunch& p, int64_t block) {
 // Grid: q_blocks + 2 * kv_blocks.
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(WriteKvLaunch p) {
+  BeginKernel();
   const WriteKvParams& op = p.op;
   const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
   const RowKind kind = rows.kind;

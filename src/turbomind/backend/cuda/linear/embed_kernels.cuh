@@ -68,6 +68,7 @@ TM_DEVICE EmbedBlock SelectBlock(const typename WeightFragments<F>::Unit& unit, 
 // Grid: tokens × parts of a row of kEmbedThreads * kEmbedCols columns.
 template <MatrixFormat F>
 __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams params) {
+  BeginKernel();
   const int group = BlockIndexY() * kEmbedThreads + ThreadIndexX();  // group of 8 columns
   const int first = group * kEmbedCols;
   if (first >= params.cols) {

@@ -53,6 +53,7 @@ inline constexpr int kCopyCols = 8;  // per thread
 // 8 with kBFloat, or of kWideCols with the other orders.
 template <RowOrder kOrder>
 __global__ void __launch_bounds__(kCopyThreads) CopyRowsKernel(CopyRowsParams params) {
+  BeginKernel();
   constexpr bool kInOrder = kOrder == RowOrder::kFloat || kOrder == RowOrder::kBFloat;
   const int col = (BlockIndexY() * kCopyThreads + ThreadIndexX()) * kCopyCols;
   if (col >= params.out_cols) {

@@ -27,6 +27,7 @@ struct ExactParams {
 // Grid: slots of kExactRows rows × blocks of kExactOutputs outputs.
 template <int kWarps, bool kNormed>
 __global__ void __launch_bounds__(32 * kWarps) ExactLinearKernel(ExactParams all) {
+  BeginKernel();
   const LinearKernelParams& params = all.linear;
   LinearBlock block;
   if (!FindBlock(params, BlockIndexX(), kExactRows, kExactOutputs, &block)) {

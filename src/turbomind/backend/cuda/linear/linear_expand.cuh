@@ -21,6 +21,7 @@ inline constexpr int kExpandWarps = 4;
 // Grid: parts of kExpandWarps units × tiles.
 template <MatrixFormat F>
 __global__ void __launch_bounds__(32 * kExpandWarps) ExpandKernel(ExpandParams params) {
+  BeginKernel();
   using W = WeightFragments<F>;
   const int lane = ThreadIndexX() & 31;
   const int unit = BlockIndexX() * kExpandWarps + (ThreadIndexX() >> 5);

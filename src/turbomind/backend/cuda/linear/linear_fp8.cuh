@@ -82,6 +82,7 @@ TM_DEVICE void StoreFour(const QuantizeRowsParams& p, int64_t row, int col, cons
 // One scale for each 128 columns. Grid: rows × parts of kQuantizeWarps groups of 128 columns.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) QuantizeGroupsKernel(QuantizeRowsParams params) {
+  BeginKernel();
   const int group = BlockIndexY() * kWarps + (ThreadIndexX() >> 5);
   const int lane = ThreadIndexX() & 31;
   const int64_t row = BlockIndexX();
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(32 * kWarps) QuantizeGroupsKernel(QuantizeRows
 // One scale for each row. Grid: rows.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) QuantizeRowsKernel(QuantizeRowsParams params) {
+  BeginKernel();
   const int64_t row = BlockIndexX();
   const float* from = params.x + row * params.x_stride;
   uint32_t bits = 0;
@@ -142,6 +144,7 @@ inline constexpr int kCollectThreads = 128;
 // Grid: parts of kThreads outputs × scales of a row.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) CollectScalesKernel(CollectScalesParams params) {
+  BeginKernel();
   const int64_t output = BlockIndexX() * kThreads + ThreadIndexX();
   const int scale = BlockIndexY();
   if (output < params.outputs) {
@@ -161,6 +164,7 @@ struct AddBiasParams {
 // Grid: rows × parts of kThreads outputs.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) AddBiasKernel(AddBiasParams params) {
+  BeginKernel();
   const int output = BlockIndexY() * kThreads + ThreadIndexX();
   if (output < params.outputs) {
     float* y = params.y + BlockIndexX() * params.y_stride + output;

@@ -284,6 +284,9 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   for (int i = 0; i < C::kStages - 1; ++i) {
     copy(begin + i, i);
   }
+  if (p.experts == nullptr) {
+    WaitForPrevious();  // for x; the weights never change
+  }
   RowReader<C> reader;
   reader.last_col = (end - 1) * kCols + FirstCol<C::kFormat>(W::kBlocks - 1, 0);
 #pragma unroll
@@ -425,6 +428,10 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
 // Grid: slots of C::kRows rows × blocks of C::kOutputs outputs; `slices` warps; C::SharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * kMaxSlices, C::kBlocks) StreamKernel(StreamParams params) {
+  LetNextBegin();
+  if (params.linear.experts != nullptr) {
+    WaitForPrevious();  // for the rows of each expert
+  }
   const int outputs = params.has_two_matrices() ? kTileOutputs : C::kOutputs;
   LinearBlock block;
   if (!FindBlock(params.linear, BlockIndexX(), C::kRows, outputs, &block)) {

@@ -235,6 +235,7 @@ TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int
 // C::kWarps warps; C::SharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, 2) TileKernel(TileParams params) {
+  BeginKernel();
   const bool in_parts = params.parts != nullptr;
   const auto slots = static_cast<int>(params.slots);
   const int slice = BlockIndexX() / slots;
@@ -266,6 +267,7 @@ inline constexpr int kAddThreads = 128;
 // outputs.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) AddPartsKernel(TileParams params) {
+  BeginKernel();
   LinearBlock block;
   if (!FindBlock(params.linear, BlockIndexX(), 1, kThreads, &block)) {
     return;

@@ -16,6 +16,7 @@ struct ProbeParams {
 };
 
 __global__ void ProbeKernel(ProbeParams params) {
+  BeginKernel();
   if (ThreadIndexX() == 0) {
     StoreGlobal(params.found, static_cast<int32_t>(kHasWarpGroups));
   }

@@ -435,6 +435,7 @@ TM_DEVICE void ComputeItems(const WideParams& params) {
 // Grid: params.num_blocks; C::kThreads; C::SharedBytes.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) WideKernel(WideParams params) {
+  BeginKernel();
   if constexpr (kHasWarpGroups) {
     ComputeItems<C>(params);
   } else {

@@ -433,6 +433,7 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
 template <class C>
 __global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
     PrefillKernel(PrefillParams params) {
+  BeginKernel();
   const int tile = params.num_tiles - 1 - BlockIndexX();  // a sequence's longest tiles first
   int sequence = 0;
   while (sequence + 1 < params.num_sequences && params.sequences[sequence + 1].first_tile <= tile) {

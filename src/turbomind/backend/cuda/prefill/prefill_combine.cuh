@@ -11,6 +11,7 @@ inline constexpr int kPrefillCombineWarps = 4;
 // Grid: num_rows / kPrefillCombineWarps, rounded up.
 template <int D>
 __global__ void __launch_bounds__(32 * kPrefillCombineWarps) PrefillCombineKernel(PrefillParams p) {
+  BeginKernel();
   static_assert(kMaxPrefillSplits <= 32);
   const int lane = ThreadIndexX() & 31;
   const int64_t row =

@@ -30,6 +30,7 @@ struct DeltaSums {
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
     GatedDeltaKernel(GatedDeltaParams params) {
+  BeginKernel();
   using Sums = DeltaSums<kWarps>;
   const StateHeads& p = params.heads;
   HeadState<kWarps> state(p);

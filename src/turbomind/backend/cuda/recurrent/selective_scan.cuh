@@ -17,6 +17,7 @@ namespace turbomind::cuda {
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps, kStateBlocks<kWarps>)
     SelectiveScanKernel(SelectiveScanParams params) {
+  BeginKernel();
   const StateHeads& p = params.heads;
   HeadState<kWarps> state(p);
   SequenceStep step(p.batch, p.states, state.seq);

@@ -19,6 +19,7 @@ static_assert(kMaxConvolutionKernel - 1 <= kConvolutionWarps);
 // Warp w also writes row w of the state, after every warp has read the old one.
 __global__ void __launch_bounds__(32 * kConvolutionWarps)
     ShortConvolutionKernel(ShortConvolutionParams p) {
+  BeginKernel();
   const int warp = ThreadIndexX() / 32;
   const int runs = (p.channels + 31) / 32;
   const int channel = BlockIndexX() % runs * 32 + (ThreadIndexX() & 31);
@@ -85,6 +86,7 @@ inline constexpr int kLongRun = 512;  // values from which on a run has a block
 // bytes of shared memory. The values are read twice if there is a norm.
 template <bool kIsLong>
 __global__ void __launch_bounds__(32 * kGatedNormWarps) GatedNormKernel(GatedNormParams p) {
+  BeginKernel();
   constexpr int kThreads = kIsLong ? 32 * kGatedNormWarps : 32;
   const int64_t first_run = int64_t{BlockIndexX()} * (kIsLong ? 1 : kGatedNormWarps);
   const int64_t run = first_run + ThreadIndexX() / kThreads;
@@ -122,6 +124,7 @@ inline constexpr int kSigmoidThreads = 256;
 
 // One thread per value.
 __global__ void __launch_bounds__(kSigmoidThreads) SigmoidGateKernel(SigmoidGateParams p) {
+  BeginKernel();
   const int64_t at = int64_t{BlockIndexX()} * kSigmoidThreads + ThreadIndexX();
   if (at < p.count) {
     StoreGlobal(p.x + at, LoadGlobal(p.x + at) * Sigmoid(LoadGlobal(p.gate + at)));

@@ -43,6 +43,7 @@ struct StateRow {
 
 // Grid: ⌈layers × rows / kCodecWarps⌉.
 __global__ void __launch_bounds__(32 * kCodecWarps) EncodeStateKernel(StateCodecParams p) {
+  BeginKernel();
   const int lane = ThreadIndexX() & 31;
   const int64_t index = int64_t{BlockIndexX()} * kCodecWarps + ThreadIndexX() / 32;
   if (index >= p.shape.num_layers * p.shape.rows) {
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(32 * kCodecWarps) EncodeStateKernel(StateCodec
 
 // Grid: as above.
 __global__ void __launch_bounds__(32 * kCodecWarps) DecodeStateKernel(StateCodecParams p) {
+  BeginKernel();
   const int lane = ThreadIndexX() & 31;
   const int64_t index = int64_t{BlockIndexX()} * kCodecWarps + ThreadIndexX() / 32;
   if (index >= p.shape.num_layers * p.shape.rows) {

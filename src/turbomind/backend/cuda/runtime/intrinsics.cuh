@@ -33,6 +33,26 @@ TM_DEVICE char* SharedMemory() {
   return memory;
 }
 
+// A launch may begin before the work before it has ended (OverlapLaunches in runtime.h). Until
+// WaitForPrevious a kernel must not use global memory, except for copies of arrays that never
+// change. Every thread calls it, also before it returns early.
+TM_DEVICE void WaitForPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Allow the next launch to begin, once every block has called this.
+TM_DEVICE void LetNextBegin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// The first statement of a kernel, unless it calls both of these functions itself.
+TM_DEVICE void BeginKernel() {
+  LetNextBegin();
+  WaitForPrevious();
+}
+
 template <class T>
 TM_DEVICE T LoadGlobal(const T* p) {
   return *p;

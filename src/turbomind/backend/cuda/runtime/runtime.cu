@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <set>
 #include <string>
 
 #include "turbomind/backend/cuda/runtime/launch.cuh"
@@ -50,6 +51,12 @@ std::string DriverVersion() {
   std::string module;
   std::ifstream("/sys/module/nvidia/version") >> module;
   return (module.empty() ? "" : module + " ") + "(CUDA " + TextOfVersion(cuda) + ")";
+}
+
+// The streams with overlapping launches.
+std::set<Stream>& OverlappedStreams() {
+  static std::set<Stream> streams;
+  return streams;
 }
 
 // Return the reason why no GPU was found.
@@ -149,7 +156,10 @@ Stream CreateStream() {
   return stream;
 }
 
-void DestroyStream(Stream stream) noexcept { cudaStreamDestroy(stream); }
+void DestroyStream(Stream stream) noexcept {
+  OverlapLaunches(stream, false);
+  cudaStreamDestroy(stream);
+}
 
 void Synchronize(Stream stream) {
   Require(cudaStreamSynchronize(stream), "waiting for kernels and copies");
@@ -217,6 +227,16 @@ void LaunchGraph(Graph graph, Stream stream) {
 
 void DestroyGraph(Graph graph) noexcept { cudaGraphExecDestroy(graph); }
 
+void OverlapLaunches(Stream stream, bool overlap) {
+  if (overlap) {
+    OverlappedStreams().insert(stream);
+  } else {
+    OverlappedStreams().erase(stream);
+  }
+}
+
+bool LaunchesOverlap(Stream stream) { return OverlappedStreams().contains(stream); }
+
 void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments) {
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
     return;
@@ -226,11 +246,18 @@ void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, v
                                  static_cast<int>(shape.shared_bytes)),
             "setting the shared memory of a kernel");
   }
-  const dim3 grid(static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
-                  static_cast<unsigned>(shape.grid_z));
-  const cudaError_t code =
-      cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(shape.threads)), arguments,
-                       shape.shared_bytes, stream);
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
+                        static_cast<unsigned>(shape.grid_z));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = LaunchesOverlap(stream) ? 1 : 0;
+  const cudaError_t code = cudaLaunchKernelExC(&config, kernel, arguments);
   if (code != cudaSuccess) {
     Require(code, TextOf(shape).c_str());
   }

@@ -81,6 +81,13 @@ void WaitFor(Event event);
 Event CreateTimedEvent();
 double MicrosecondsBetween(Event begin, Event end);
 
+// Let launches of the stream begin before the work before them has ended, from now on or no longer.
+// The blocks of a launch then take the places that the one before leaves free, and wait there
+// (WaitForPrevious in intrinsics.cuh). Without effect on GPUs before SM 90. Graphs keep what was
+// set when they were recorded.
+void OverlapLaunches(Stream stream, bool overlap);
+bool LaunchesOverlap(Stream stream);
+
 // Work queued on the stream between these two calls is recorded instead of run: kernels with their
 // arguments and copies with their addresses.
 void BeginCapture(Stream stream);

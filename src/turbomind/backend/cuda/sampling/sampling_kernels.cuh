@@ -82,6 +82,7 @@ TM_DEVICE ChunkValues<kWidth> LoadChunk(const float* row, int chunk, int vocab_s
 // Grid: chunks / (kChunkWarps kChunksOfWarp) × samplings.
 template <int kWidth>
 __global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(SamplingTask task) {
+  BeginKernel();
   constexpr float kHighest = FLT_MAX;
   const int lane = ThreadIndexX() & 31;
   const int first = (BlockIndexX() * kChunkWarps + WarpIndex()) * kChunksOfWarp;
@@ -154,6 +155,7 @@ TM_DEVICE float ZeroBelow(float weight, float min_weight) {
 // Grid: sums / (kSumWarps kSumBlocksOfWarp) × samplings. Shared memory: kSamplingHeadBytes and
 // eight bytes per thread.
 __global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(SamplingTask task) {
+  BeginKernel();
   const RowSampling sampling = LoadSampling(task, BlockIndexY());
   if (LimitsCount(sampling, task.op.vocab_size)) {
     return;
@@ -434,6 +436,7 @@ TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampli
 // registers.
 template <int kWidth>
 __global__ void __launch_bounds__(32 * kSamplingWarps, 1) SamplingKernel(SamplingTask task) {
+  BeginKernel();
   const RowSampling sampling = LoadSampling(task, BlockIndexY());
   const uint32_t highest = HighestOfRow<kSamplingWarps>(task);
   int id = -1;
