@@ -66,7 +66,7 @@ struct StreamConfig {
   static constexpr int kKQuantBlocks = kTiles == 1                                  ? 3
                                        : kRowTiles == 1 || F == MatrixFormat::kQ4_K ? 2
                                                                                     : 0;
-  static constexpr int kBlocks = IsKQuant(F) ? kKQuantBlocks : kTight ? 3 : 0;
+  static constexpr int kBlocks = kNormed ? 2 : IsKQuant(F) ? kKQuantBlocks : kTight ? 3 : 0;
   // Shared memory of a warp: its ring, and then its sums, followed by those of the squares.
   static constexpr int kSums = kOutputs * kRows;
   static constexpr int kWarpBytes = std::max(Ring::kBytes, (kSums + (kNormed ? kRows : 0)) * 4);
@@ -284,9 +284,7 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   for (int i = 0; i < C::kStages - 1; ++i) {
     copy(begin + i, i);
   }
-  if (p.experts == nullptr) {
-    WaitForPrevious();  // for x; the weights never change
-  }
+  WaitForPrevious();  // for x; the weights never change
   RowReader<C> reader;
   reader.last_col = (end - 1) * kCols + FirstCol<C::kFormat>(W::kBlocks - 1, 0);
 #pragma unroll

@@ -78,14 +78,15 @@ std::optional<TunedChoice> FindSaved(const std::vector<TunedChoice>& saved) {
   return is_known ? std::optional(*found) : std::nullopt;
 }
 
-TunedChoice Choose(const Context& ctx, OverlapClock time, TuningResult* result) {
+// Return nothing if the results are wrong, so that the next start measures again.
+std::optional<TunedChoice> Choose(const Context& ctx, OverlapClock time, TuningResult* result) {
   Chain ordered(ctx);
   Chain overlapped(ctx);
   ordered.Record(false);
   overlapped.Record(true);
   if (ordered.Result() != overlapped.Result()) {
     result->wrong.push_back(std::string(kOverlapped) + " for " + kOverlapQuestion);
-    return {kOverlapQuestion, kOrdered, kOrdered, 0, 0};
+    return std::nullopt;
   }
   const auto us = [&](size_t, int kernel) -> std::optional<double> {
     Chain& chain = kernel == 0 ? ordered : overlapped;
@@ -94,8 +95,8 @@ TunedChoice Choose(const Context& ctx, OverlapClock time, TuningResult* result) 
   };
   const auto no_clock = [] { return 0.; };
   const TunerAnswer answer = *ChooseByTime({{0, 1}}, {us, no_clock}, 1)[0];
-  return {kOverlapQuestion, answer.kernel == 0 ? kOrdered : kOverlapped, kOrdered, answer.us,
-          answer.table_us};
+  return TunedChoice{kOverlapQuestion, answer.kernel == 0 ? kOrdered : kOverlapped, kOrdered,
+                     answer.us, answer.table_us};
 }
 
 }  // namespace
@@ -106,10 +107,12 @@ void TuneOverlap(const Context& ctx, const std::vector<TunedChoice>& saved, Over
   std::optional<TunedChoice> choice = FindSaved(saved);
   if (!choice.has_value()) {
     choice = Choose(ctx, time, result);
-    ++result->num_measured;
+    result->num_measured += choice.has_value() ? 1 : 0;
   }
-  OverlapLaunches(ctx.stream, choice->kernel == kOverlapped);
-  result->choices.push_back(*choice);
+  OverlapLaunches(ctx.stream, choice.has_value() && choice->kernel == kOverlapped);
+  if (choice.has_value()) {
+    result->choices.push_back(*choice);
+  }
 }
 
 }  // namespace turbomind::cuda
