@@ -10,6 +10,7 @@ import threading
 from hashlib import blake2b
 from typing import Any
 
+from lmdeploy.base.checks import OptionError, flag_of
 from lmdeploy.base.installed import install_command
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.replicas.core import ReplicatedCore
@@ -53,7 +54,7 @@ class Replicas:
             log_level: log level of the replicas.
 
         Raises:
-            OptionError: if Ray is not installed.
+            OptionError: if Ray is not installed, or if its cluster lacks the GPUs.
         """
         self._ray = _connect(options.address)
         self._options = options
@@ -62,9 +63,10 @@ class Replicas:
         cpus = options.cpus_per_replica or (os.cpu_count() or 1) / options.num_replicas
         if config.num_threads is None:
             config.num_threads = max(int(cpus), 1)
-        text = repr((__version__, model_path, config, options, log_level))
+        gpus = gpus_of_replica(config, options, total=self._ray.cluster_resources().get("GPU", 0))
+        text = repr((__version__, model_path, config, options, gpus, log_level))
         release = blake2b(text.encode(), digest_size=8).hexdigest()
-        deployment = _make_deployment(options, cpus=cpus)
+        deployment = _make_deployment(options, cpus=cpus, gpus=gpus)
         self._app = deployment.bind(model_path, config, log_level=log_level, release=release)
         self._name = secrets.token_hex(8)  # of this command in the cluster
         if options.address is not None:
@@ -172,7 +174,48 @@ def _connect(address: str | None) -> Any:
     return ray
 
 
-def _make_deployment(options: ReplicaOptions, *, cpus: float) -> Any:
+def gpus_of_replica(
+    config: TurbomindEngineConfig, options: ReplicaOptions, *, total: float
+) -> float:
+    """Return the GPUs to reserve for each replica.
+
+    Ray hides all other GPUs from the replica, whose own is then the first one that CUDA lists.
+
+    Args:
+        config: options of each engine.
+        options: options of the replicas.
+        total: GPUs of the Ray cluster.
+
+    Raises:
+        OptionError: if the options contradict each other, or ask for more than `total`. A cluster
+            that is joined may get GPUs later, so it is only asked whether it has none.
+    """
+    if config.devices is not None:
+        reason = "cannot be used with replicas, because Ray chooses their GPUs. Remove --devices."
+        raise OptionError("devices", reason)
+    gpus = options.gpus_per_replica
+    if gpus is None:
+        gpus = 1.0 if total > 0 and config.device_type != "cpu" else 0.0
+        if config.needs_cuda and not gpus:
+            reason = "is cuda, but Ray has found no GPU. Change --device, or see `ray status`."
+            raise OptionError("device_type", reason)
+    elif gpus and config.device_type == "cpu":
+        reason = f"is {gpus:g}, but the device is cpu. Remove --gpus-per-replica or --device."
+        raise OptionError("gpus_per_replica", reason, flag=flag_of("gpus_per_replica"))
+    elif not gpus and config.needs_cuda:
+        reason = "is 0, but the device is cuda. Remove --gpus-per-replica or --device."
+        raise OptionError("gpus_per_replica", reason, flag=flag_of("gpus_per_replica"))
+    wanted = gpus * options.num_replicas
+    if options.address is None and wanted > total:
+        reason = (
+            f"is {options.num_replicas}, which needs {wanted:g} GPUs, but this machine has "
+            f"{total:g}. Lower --num-replicas or --gpus-per-replica."
+        )
+        raise OptionError("num_replicas", reason, flag=flag_of("num_replicas"))
+    return gpus
+
+
+def _make_deployment(options: ReplicaOptions, *, cpus: float, gpus: float) -> Any:
     """Return the deployment of Ray Serve whose replicas are engines."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -189,7 +232,7 @@ def _make_deployment(options: ReplicaOptions, *, cpus: float) -> Any:
         health_check_timeout_s=3,
         graceful_shutdown_timeout_s=1,  # the rest of a response is generated elsewhere
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": cpus},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         request_router_config=RequestRouterConfig(
             request_router_class="lmdeploy.replicas.router.PrefixRouter"
         ),

@@ -20,12 +20,16 @@ class ReplicaOptions:
             Few replicas save memory, and requests wait while Ray starts more.
         cpus_per_replica: cores that Ray reserves for an engine (default: this machine's, divided by
             num_replicas). An engine uses as many threads unless --num-threads is given.
+        gpus_per_replica: GPUs that Ray reserves for an engine, 0 to 1 (default: 1 if the cluster
+            has GPUs and --device allows them). Engines with 0.5 share a GPU and need a smaller
+            --cache-max-entry-count.
         address: Ray cluster of this machine to join: auto or host:port (default: start one here).
     """
 
     num_replicas: Annotated[int, Option(low=1, high=4096, metavar="N")] = 1
     min_replicas: Annotated[int | None, Option(low=1, metavar="N")] = None
     cpus_per_replica: Annotated[float | None, Option(above=0, metavar="CORES")] = None
+    gpus_per_replica: Annotated[float | None, Option(low=0, high=1, metavar="GPUS")] = None
     address: str | None = None
 
     def __post_init__(self) -> None:

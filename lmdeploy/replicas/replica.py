@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -52,8 +53,17 @@ class EngineReplica:
         self._engine.check_healthy()
 
     def describe(self) -> dict[str, Any]:
-        """Return the release, and the fields of the engine's memory plan as `plan`."""
-        return {"release": self._release, "plan": self._engine.memory_plan().to_dict()}
+        """Return what the command and users ask about this replica.
+
+        The release, the fields of the engine's memory plan as `plan`, the line about its device as
+        `device`, and the GPUs that Ray has reserved for it, separated by commas, as `gpus`.
+        """
+        return {
+            "release": self._release,
+            "plan": self._engine.memory_plan().to_dict(),
+            "device": self._engine.running.device_line,
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        }
 
     async def generate(self, submission: Submission) -> AsyncIterator[StreamAddress]:
         """Yield the address of the output stream, which gets all outputs. End with the request.

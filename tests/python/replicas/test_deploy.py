@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from lmdeploy.base.checks import OptionError
 from lmdeploy.cli.main import main, make_parser
-from lmdeploy.replicas.deploy import _MIN_RAY, _connect
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.replicas.deploy import _MIN_RAY, _connect, gpus_of_replica
 from lmdeploy.replicas.options import ReplicaOptions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,10 +23,42 @@ def test_wrong_options_are_named():
         ({"num_replicas": 0}, "--num-replicas"),
         ({"num_replicas": 2, "min_replicas": 3}, "--min-replicas"),
         ({"cpus_per_replica": 0}, "--cpus-per-replica"),
+        ({"gpus_per_replica": 2}, "--gpus-per-replica"),
+        ({"gpus_per_replica": -0.5}, "--gpus-per-replica"),
         ({"address": "ray://host:10001"}, "--address"),
     ):
         with pytest.raises(ValueError, match=match):
             ReplicaOptions(**options)
+
+
+def gpus(config=None, *, total=2, **options):
+    return gpus_of_replica(
+        TurbomindEngineConfig(**(config or {})), ReplicaOptions(**options), total=total
+    )
+
+
+def test_each_replica_reserves_a_gpu_if_there_are_any():
+    assert gpus(num_replicas=2) == 1
+    assert gpus(num_replicas=4, gpus_per_replica=0.5) == 0.5
+    assert gpus(total=0) == 0
+    assert gpus({"device_type": "cpu"}, num_replicas=8) == 0
+    assert gpus({"device_type": "cuda"}, num_replicas=2) == 1
+    assert gpus(gpus_per_replica=0) == 0  # the device is chosen without GPUs
+
+
+def test_gpus_that_do_not_exist_are_refused():
+    for config, options, match in (
+        ({}, {"num_replicas": 3}, "num_replicas is 3, which needs 3 GPUs, but this machine has 2"),
+        ({}, {"num_replicas": 5, "gpus_per_replica": 0.5}, "needs 2.5 GPUs"),
+        ({"device_type": "cuda"}, {"total": 0}, "device_type is cuda, but Ray has found no GPU"),
+        ({"device_type": "cuda"}, {"gpus_per_replica": 0}, "--gpus-per-replica"),
+        ({"device_type": "cpu"}, {"gpus_per_replica": 1}, "--gpus-per-replica"),
+        ({"devices": [1]}, {}, "devices cannot be used with replicas"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            gpus(config, **options)
+    # A cluster that is joined may get more GPUs.
+    assert gpus(num_replicas=3, address="auto") == 1
 
 
 def test_one_address_of_events_is_not_shared(capsys):

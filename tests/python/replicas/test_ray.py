@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
+from build_folder import built
 from tiny_models import TINY_MODELS, make_model, save_model
 
 pytest.importorskip("ray.serve")
@@ -89,18 +90,17 @@ def folder(tmp_path_factory):
     return str(save_model(make_model(TINY_MODELS[0]), tmp_path_factory.mktemp("llama")))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """A Ray cluster that asks for a token: its process, its address, and the environment."""
-    log = tmp_path_factory.mktemp("cluster") / "log"
+@contextmanager
+def running_cluster(log, *flags, **more):
+    """Run a Ray cluster that asks for a token. Yield its process, address and environment."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ray = Path(sys.executable).with_name("ray")
     command = [ray, "start", "--head", "--block", "--port", str(port), "--num-cpus", "2"]
-    command += ["--include-dashboard=false", "--disable-usage-stats"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **token}
+    command += ["--include-dashboard=false", "--disable-usage-stats", *flags]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **token, **more}
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=env)
     deadline = time.monotonic() + 60
@@ -113,6 +113,12 @@ def cluster(tmp_path_factory):
     for part in [*parts, process]:  # Ray itself waits 30 s for the controller of Serve
         part.kill()
     process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "log") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +273,39 @@ def test_commands_share_the_replicas_of_a_cluster(folder, server, texts, cluster
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(60) == 0
         assert len(command.replicas()) == num_left
+
+
+DESCRIBE = """
+import json, ray
+from ray import serve
+
+ray.init(address="auto", log_to_driver=False)
+handle = serve.get_app_handle("lmdeploy-m")
+found = {}
+while len(found) < 2:
+    described = handle.describe.remote().result(timeout_s=60)
+    found[described["gpus"]] = described["device"]
+print(json.dumps(found))
+"""
+
+
+def test_each_replica_has_a_gpu_of_its_own(folder, tmp_path):
+    gpu = {"LMDEPLOY_CUDA_LIBRARY": str(built("libturbomind_cuda_shim.so")), "LMDEPLOY_TUNER": "0"}
+    flags = ["--device", "cuda", "--cache-max-entry-count", "20"]
+    with running_cluster(tmp_path / "cluster", "--num-gpus", "2", **gpu) as running:
+        process, address, token = running
+        env = {**token, **gpu}
+        flags += ["--address", address]
+        server = Server(folder, tmp_path / "log", *flags, env=env, cluster=process)
+        body = {"model": "m", "prompt": "x", "max_tokens": 2}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=120)
+        assert reply.status_code == 200, reply.text
+        env = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT), **env}
+        described = subprocess.run(
+            [sys.executable, "-c", DESCRIBE], env=env, stdout=subprocess.PIPE, text=True, check=True
+        )
+        found = json.loads(described.stdout.splitlines()[-1])
+        assert set(found) == {"0", "1"}
+        assert all("cuda:0 (shim" in device for device in found.values())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0

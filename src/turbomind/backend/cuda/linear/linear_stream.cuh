@@ -60,13 +60,22 @@ struct StreamConfig {
   using Ring = WeightRing<F, kTiles, kStages>;
   // Blocks of kMaxSlices warps per SM; 0 leaves the choice to the compiler. On some architectures
   // it would choose more for these kernels and spill registers.
-  static constexpr bool kTight =
-      kRowTiles == 1 && (kTiles == 2 ? F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4
-                                     : F == MatrixFormat::kQ4_1 || IsFp8(F));
-  static constexpr int kKQuantBlocks = kTiles == 1                                  ? 3
-                                       : kRowTiles == 1 || F == MatrixFormat::kQ4_K ? 2
-                                                                                    : 0;
-  static constexpr int kBlocks = kNormed ? 2 : IsKQuant(F) ? kKQuantBlocks : kTight ? 3 : 0;
+  static constexpr int Blocks() {
+    if (kNormed) {
+      return 2;
+    }
+    if (IsKQuant(F)) {
+      return kTiles == 1 ? 3 : kRowTiles == 1 || F == MatrixFormat::kQ4_K ? 2 : 0;
+    }
+    if (kRowTiles == 2) {
+      return F == MatrixFormat::kNvfp4 ? 2 : 0;
+    }
+    if (kTiles == 2) {
+      return F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4 ? 3 : 0;
+    }
+    return F == MatrixFormat::kMxfp4 ? 4 : F == MatrixFormat::kQ4_1 || IsFp8(F) ? 3 : 0;
+  }
+  static constexpr int kBlocks = Blocks();
   // Shared memory of a warp: its ring, and then its sums, followed by those of the squares.
   static constexpr int kSums = kOutputs * kRows;
   static constexpr int kWarpBytes = std::max(Ring::kBytes, (kSums + (kNormed ? kRows : 0)) * 4);
