@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/backend/cuda/runtime/used_gpu.h"
 #include "turbomind/backend/cuda/transfer/row_transfer.cuh"
 #include "turbomind/backend/cuda/transfer/row_transfer.h"
 
@@ -87,27 +88,6 @@ int FindGpu(std::initializer_list<const void*> addresses, bool* is_shared) {
   }
   return gpu;
 }
-
-// Makes a GPU the current one of this thread for as long as it lives.
-class UsedGpu {
- public:
-  explicit UsedGpu(int gpu) : before_(CurrentGpu()), is_changed_(gpu >= 0 && gpu != before_) {
-    if (is_changed_) {
-      UseGpu(gpu);
-    }
-  }
-  ~UsedGpu() {
-    if (is_changed_) {
-      UseGpuToFree(before_);
-    }
-  }
-  UsedGpu(const UsedGpu&) = delete;
-  UsedGpu& operator=(const UsedGpu&) = delete;
-
- private:
-  int before_;
-  bool is_changed_;
-};
 
 template <class Job>
 TransferResult Queue(void (*kernel)(TransferParams<Job>), TransferParams<Job>& params,

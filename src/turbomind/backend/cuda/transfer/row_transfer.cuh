@@ -70,12 +70,14 @@ TM_DEVICE void StoreFloat(float x, RowType type, std::byte* to) {
 TM_DEVICE void LoadFour(const std::byte* from, RowType type, float (&x)[kConvertedValues]) {
   if (type == RowType::kF32) {
     const auto words = LoadGlobal(reinterpret_cast<const Words<16>*>(from));
+#pragma unroll
     for (int i = 0; i < kConvertedValues; ++i) {
       x[i] = BitsFloat(words.v[i]);
     }
     return;
   }
   const auto words = LoadGlobal(reinterpret_cast<const Words<8>*>(from));
+#pragma unroll
   for (int i = 0; i < kConvertedValues; ++i) {
     const auto bits = static_cast<uint16_t>(words.v[i / 2] >> (16 * (i % 2)));
     x[i] = type == RowType::kF16 ? ConvertHalf(bits) : BFloat16ToFloat(bits);
@@ -133,6 +135,7 @@ TM_DEVICE void MoveUnit(const UnitMove& move) {
   } else {
     float x[kConvertedValues];
     LoadFour(move.from, move.from_type, x);
+#pragma unroll
     for (float& value : x) {
       value = value / move.scale;
     }

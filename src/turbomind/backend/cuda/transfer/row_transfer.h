@@ -10,11 +10,15 @@
 
 #include "turbomind/backend/cuda/runtime/runtime.h"
 #include "turbomind/backend/row_transfer.h"
+#include "turbomind/ops/copy_heads.h"
 
 namespace turbomind::cuda {
 
 // REQUIRES: arrays are aligned to their elements. Throw InternalError with the driver's message.
 TransferResult QueueWrite(const RowWrite& write, Stream stream);
 TransferResult QueueGather(const RowGather& gather, Stream stream);
+
+// Device::CopyHeads. REQUIRES: the array is aligned to its elements, and `rows` to 16 bytes.
+void CudaCopyHeads(Stream stream, const CopyHeadsParams& params);
 
 }  // namespace turbomind::cuda
