@@ -30,7 +30,9 @@ MUTATIONS = Path(__file__).with_name("mutations.yaml")
 CUDA = Path("src/turbomind/backend/cuda")
 TESTS = Path("tests/cpp/cuda")
 # In link order.
-LIBRARIES = "cuda_shim kvx_parts engine doctest_main cuda_host cuda_loader model cpu ops kv core"
+LIBRARIES = (
+    "cuda_shim kvx_parts kv_cache engine doctest_main cuda_host cuda_loader model cpu ops kv core"
+)
 TURN_SIZE = 4
 COMPILE_LIMIT_S = 600
 TEST_LIMIT_S = 300

@@ -16,6 +16,7 @@ constexpr int kThreads = 256;
 
 struct HeadCopyParams {
   CopyHeadsParams op;
+  int64_t strides[4] = {};  // op.strides, which kernels cannot read
   RowType type = RowType::kF32;
   int values = 1;  // of a unit
 };
@@ -26,12 +27,12 @@ __global__ void __launch_bounds__(kThreads) CopyHeadsKernel(const HeadCopyParams
   const int64_t row = BlockIndexX();
   const int row_units = op.head_dim / params.values;
   std::byte* const token =
-      op.array + row / op.num_tokens * op.strides[0] + row % op.num_tokens * op.strides[2];
+      op.array + row / op.num_tokens * params.strides[0] + row % op.num_tokens * params.strides[2];
   float* const rows = op.rows + (row * op.row_heads + op.first_head) * op.head_dim;
   for (int unit = ThreadIndexX(); unit < op.num_heads * row_units; unit += kThreads) {
     const int64_t head = unit / row_units;
     const int64_t d = int64_t{unit % row_units} * params.values;
-    std::byte* const in_array = token + head * op.strides[1] + d * op.strides[3];
+    std::byte* const in_array = token + head * params.strides[1] + d * params.strides[3];
     auto* const in_rows = reinterpret_cast<std::byte*>(rows + head * op.head_dim + d);
     MoveUnit({.from = op.to_rows ? in_array : in_rows,
               .to = op.to_rows ? in_rows : in_array,
@@ -58,6 +59,7 @@ RowType RowTypeOf(DataType dtype) {
 void CudaCopyHeads(Stream stream, const CopyHeadsParams& op) {
   HeadCopyParams params;
   params.op = op;
+  std::copy(op.strides.begin(), op.strides.end(), params.strides);
   params.type = RowTypeOf(op.dtype);
   const int64_t bytes = SizeOf(op.dtype);
   const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(op.array));
