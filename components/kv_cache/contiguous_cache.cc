@@ -114,10 +114,12 @@ ContiguousCache::ContiguousCache(std::shared_ptr<Device> device, ContiguousCache
       device_->RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
     }
   }
-  cache_ = std::make_unique<KvCache>(*device_, pool, std::vector<int64_t>{NumBlocks(config_)});
+  device_->RunInOrderOf(nullptr, [&] {  // so that the current GPU stays the same
+    cache_ = std::make_unique<KvCache>(*device_, pool, std::vector<int64_t>{NumBlocks(config_)});
+    ReserveScratch();
+  });
   new_tokens_.assign(config_.layers.size(), 0);
   ring_.assign(config_.layers.size() * static_cast<size_t>(ring_blocks_), -1);
-  ReserveScratch();
 }
 
 ContiguousCache::~ContiguousCache() { device_->Release(qkv_, static_cast<size_t>(scratch_bytes_)); }
@@ -166,7 +168,11 @@ int64_t ContiguousCache::num_nonfinite() const {
   if (device_nonfinite_ == nullptr) {
     return num_nonfinite_;
   }
-  return *static_cast<const int64_t*>(device_->ReadBack(device_nonfinite_, sizeof(int64_t)));
+  int64_t count = 0;
+  device_->RunInOrderOf(nullptr, [&] {
+    count = *static_cast<const int64_t*>(device_->ReadBack(device_nonfinite_, sizeof(count)));
+  });
+  return count;
 }
 
 int64_t* ContiguousCache::Counter() {

@@ -108,7 +108,8 @@ class KVCache:
     @property
     def num_nonfinite(self) -> int:
         """Return how many NaN and infinite values of K and V were stored in all calls."""
-        return self._cache.num_nonfinite
+        with self._exclusive:
+            return self._cache.num_nonfinite
 
     def memory_usage_mb(self) -> float:
         """Return `num_bytes` in units of 2^20 bytes."""

@@ -27,8 +27,6 @@ def current_stream(name: str, value: Any) -> int:
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and isinstance(value, torch.Tensor) and value.device.type == "cuda":
-        if value.requires_grad:
-            raise OptionError(name, f"requires a gradient. Use torch.no_grad() or {name}.detach().")
         return int(torch.cuda.current_stream(value.device).cuda_stream)
     if cupy is not None and isinstance(value, cupy.ndarray):
         with value.device:
@@ -41,11 +39,15 @@ def describe(name: str, value: Any, *, stream: int) -> _turbomind.HeadArray:
     """Return where an array of floats with four dimensions lies on a GPU."""
     from lmdeploy import _turbomind
 
+    if getattr(value, "requires_grad", False):
+        raise OptionError(name, f"requires a gradient. Use torch.no_grad() or {name}.detach().")
     found = read_array(name, value, stream=stream)
     if found.dtype not in _NAMES or found.memory == abi.Memory.HOST:
         wanted = "float32, float16 or bfloat16 in the memory of the GPU"
         raise OptionError(name, f"has dtype {found.dtype.name}. It must be {wanted}.")
     item = ITEM_BYTES[found.dtype]
+    if found.data % item:
+        raise OptionError(name, f"lies at {found.data:#x}, which is no address of its elements.")
     strides = tuple(item * step for step in found.stride)
     return _turbomind.HeadArray(
         found.data, _NAMES[found.dtype], shape=list(found.shape), strides=strides
@@ -55,7 +57,7 @@ def describe(name: str, value: Any, *, stream: int) -> _turbomind.HeadArray:
 def sinks_address(value: Any, *, num_heads: int, stream: int) -> int:
     """Return the address of contiguous float32 logits [num_heads]."""
     found = read_array("sinks", value, stream=stream)
-    is_dense = num_heads == 1 or found.stride == (1,)
+    is_dense = (num_heads == 1 or found.stride == (1,)) and found.data % 4 == 0
     if found.shape != (num_heads,) or found.dtype != abi.Dtype.F32 or not is_dense:
         wanted = f"contiguous float32 logits ({num_heads},)"
         raise OptionError("sinks", f"has shape {found.shape}. It must be {wanted}.")

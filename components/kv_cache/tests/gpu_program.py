@@ -161,7 +161,7 @@ def check_torch(gpu: Gpu) -> None:
     got = out.at.cpu().float()
     assert (got - wanted).abs().max() / wanted.abs().max() < 2 * TOLERANCE  # BF16 has 8 bits
     with pytest.raises(ValueError, match="q requires a gradient"):
-        gpu_arrays.current_stream("q", cuda_tensor(gpu, q).requires_grad_())
+        gpu_arrays.describe("q", cuda_tensor(gpu, q).requires_grad_(), stream=STREAM)
     with pytest.raises(ValueError, match="is not in host memory"):
         arrays.read_array("q", moved[0])
 

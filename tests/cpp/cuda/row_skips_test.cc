@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <thread>
 #include <vector>
 
 #include "cuda/gpu_array.h"
@@ -260,6 +261,21 @@ TEST_CASE("the null stream is the default stream") {
   CHECK(QueueWrite(write, nullptr) == TransferResult::kQueued);
   WaitForStream(stream, nullptr);
   CHECK(small.First(small.cache, 0)[5] == 1);
+}
+
+TEST_CASE("a transfer leaves the current GPU of its thread") {
+  const TestStream stream;
+  const GpuArray<int32_t> slots(stream, {5});
+  const Small small(stream, 1);
+  RowWrite write;
+  small.Fill(write);
+  write.slots = {{slots.data(), false}, -1};
+  write.num_rows = 1;
+  std::thread([&] {
+    const int before = CurrentGpu();
+    CHECK(QueueWrite(write, stream) == TransferResult::kQueued);
+    CHECK(CurrentGpu() == before);
+  }).join();
 }
 
 TEST_CASE("memory that no GPU can access is refused") {

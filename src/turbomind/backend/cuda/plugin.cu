@@ -8,6 +8,7 @@
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/backend/cuda/runtime/used_gpu.h"
 #include "turbomind/backend/cuda/transfer/row_transfer.h"
 #include "turbomind/backend/cuda_library.h"
 #include "turbomind/core/check.h"
@@ -101,7 +102,8 @@ Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexce
     CudaDeviceOptions resolved = options;
     resolved.cublas_lt = CublasLtLibraries(options);
     resolved.kernels = TM_CUDA_KERNELS;
-    RequireKernels(gpu);  // before the device, which may launch kernels when it is made
+    const UsedGpu used(gpu);  // the caller's current GPU stays the same
+    RequireKernels(gpu);      // before the device, which may launch kernels when it is made
     return MakeDevice(gpu, resolved).release();
   });
 }
