@@ -526,6 +526,7 @@ class ContiguousCacheConfig:
     rotate_k: bool
     search_scales: bool
     exact: bool
+    paged: bool  # blocks of 64 tokens, as a cache on a GPU has them
     dtype: str  # float32, float16, bfloat16
     def __init__(self, formats: Sequence[tuple[KvFormat | str, KvFormat | str]]) -> None:
         """Set the formats of K and V by layer."""
@@ -536,6 +537,23 @@ class AttendOptions:
     def __init__(
         self, softmax_scale: float, sinks: npt.NDArray[np.float32] | None = None
     ) -> None: ...
+
+class HeadArray:
+    """An array [batch, heads, tokens, head_dim] in the memory of a device."""
+
+    shape: list[int]
+    def __init__(
+        self,
+        address: int,
+        dtype: str,
+        *,
+        shape: Sequence[int],
+        strides: Sequence[int],  # bytes
+    ) -> None: ...
+
+class DeviceAttendOptions:
+    def __init__(self, softmax_scale: float, *, sinks: int = 0, stream: int = 0) -> None:
+        """Set the scale, the address of [num_heads] FP32 sinks or 0, and a cudaStream_t."""
 
 class ContiguousCache:
     def __init__(self, device: Device, config: ContiguousCacheConfig) -> None: ...
@@ -556,6 +574,14 @@ class ContiguousCache:
         """Store K and V, and return the decoded rows that the new tokens see."""
     def attend(self, layer: int, q_and_out: _Pair, kv: _Pair, options: AttendOptions) -> None:
         """Store K and V, and write causal attention of q to a contiguous array."""
+    def attend_on_device(
+        self,
+        layer: int,
+        q_and_out: tuple[HeadArray, HeadArray],
+        kv: tuple[HeadArray, HeadArray],
+        options: DeviceAttendOptions,
+    ) -> None:
+        """Do the same with arrays in the device's memory, in the order of a stream."""
     def read(self, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
     def stored(
         self, layer: int, is_value: bool

@@ -7,7 +7,8 @@
 #   scripts/gpu_check.sh                       runs all parts, in at most 6 minutes after the build
 #   scripts/gpu_check.sh conformance kernels   runs only these parts
 #
-#   conformance  compares every op in every mode on the GPU with the CPU              (gpu_ops_test)
+#   conformance  compares every op in every mode on the GPU with the CPU, and runs libkvx on memory of
+#                the GPU                                       (gpu_ops_test, kvx_device_c, kvx_device_cpp)
 #   tuner        prints the kernels that this GPU is fastest with, as rows to commit (bench_gpu.py tuner)
 #   kernels      measures the speed of every op                              (bench_gpu.py device)
 #   baselines    measures cuBLAS, cuDNN, FlashAttention 2, XQA and FlashInfer on the same cells
@@ -33,7 +34,8 @@
 # are first used: set SECONDS_baselines=1200 in the first run.
 #
 # To build on a machine without a GPU, set TM_CUDA_ARCHS=90a, run the part `build`, and copy
-# gpu_ops_test, device_bench and libturbomind_cuda.so from build/cuda.
+# gpu_ops_test, kvx_device_c, kvx_device_cpp, device_bench, libkvx.so.1 and libturbomind_cuda.so from
+# build/cuda.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -108,9 +110,22 @@ make_models() {
   done
 }
 
+# Runs libkvx on memory of the GPU, in C and C++.
+check_kvx() {
+  local name code=0
+  for name in kvx_device_c kvx_device_cpp; do
+    LD_LIBRARY_PATH="$BUILD${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" timeout -k 5 20 "$BUILD/$name" || {
+      code=$?
+      echo "FAILED  $name ($code)"
+    }
+  done
+  return "$((code != 0))"
+}
+
 # Runs the test cases in several processes, each with its share.
 part_conformance() {
-  local count share first pids=() code=0
+  local count share first pids=() code=0 kvx=0
+  check_kvx || kvx=1
   count=$("$BUILD/gpu_ops_test" --count | sed -nE 's/.*filters: ([0-9]+).*/\1/p')
   [ "${count:-0}" -gt 0 ] || { echo "FAILED  gpu_ops_test lists no test cases"; return 1; }
   share=$(((count + NUM_PROCESSES - 1) / NUM_PROCESSES))
@@ -125,7 +140,7 @@ part_conformance() {
     grep -qE 'test cases: +[1-9]' "$LOGS/conformance.$first.log" || code=$((code == 0 ? 1 : code))
   done
   [ "$code" = 0 ] || echo "FAILED  gpu_ops_test ($code)"
-  return "$((code != 0))"
+  return "$((code != 0 || kvx != 0))"
 }
 
 # sanitize TOOL: runs the small tests. Exceeding the time is no failure if no error was found before.

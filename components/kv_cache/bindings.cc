@@ -6,6 +6,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -134,6 +137,49 @@ void Attend(Cache& cache, int layer, const Pair& q_and_out, const Pair& kv,
   cache.Attend(layer, rows, queries);
 }
 
+// An array [batch, heads, tokens, head_dim] in the memory of a device. Strides are in bytes.
+struct HeadArray {
+  std::byte* data = nullptr;
+  DataType dtype = DataType::kFloat32;
+  std::vector<py::ssize_t> shape;
+  std::array<int64_t, 4> strides = {};
+};
+
+HeadRows ToRows(const Cache& cache, const HeadArray& array, int heads, py::ssize_t num_tokens) {
+  if (array.shape != ShapeOf(cache, heads, num_tokens)) {
+    throw InvalidArgument("An array in the device's memory does not fit the cache.");
+  }
+  return {array.data, array.dtype, array.strides};
+}
+
+struct DeviceAttendOptions {
+  float softmax_scale = 1.f;
+  uintptr_t sinks = 0;   // the address of [num_heads] floats in the device's memory, or 0
+  uintptr_t stream = 0;  // as of Device::RunInOrderOf
+};
+
+using DevicePair = std::pair<HeadArray, HeadArray>;
+
+// The output is contiguous.
+void AttendOnDevice(Cache& cache, int layer, const DevicePair& q_and_out, const DevicePair& kv,
+                    const DeviceAttendOptions& options) {
+  const py::ssize_t num_tokens = kv.first.shape.size() == 4 ? kv.first.shape[2] : 0;
+  cache.RequireRoom(layer, static_cast<int>(std::min<py::ssize_t>(num_tokens, INT32_MAX)));
+  const ContiguousCacheConfig& config = cache.config();
+  const NewRows rows = {ToRows(cache, kv.first, config.kv_heads, num_tokens),
+                        ToRows(cache, kv.second, config.kv_heads, num_tokens),
+                        static_cast<int>(num_tokens)};
+  ToRows(cache, q_and_out.second, config.q_heads, num_tokens);
+  const Queries queries = {.q = ToRows(cache, q_and_out.first, config.q_heads, num_tokens),
+                           .out = q_and_out.second.data,
+                           .out_dtype = q_and_out.second.dtype,
+                           .softmax_scale = options.softmax_scale,
+                           .sinks = reinterpret_cast<const float*>(options.sinks),
+                           .stream = reinterpret_cast<void*>(options.stream)};
+  const py::gil_scoped_release release;
+  cache.Attend(layer, rows, queries);
+}
+
 int64_t BytesPerStep(Cache& cache) {
   int64_t bytes = 0;
   for (int layer = 0; layer < static_cast<int>(cache.config().layers.size()); ++layer) {
@@ -158,6 +204,7 @@ py::dtype CodeDtype(int bits, DataType dtype) {
 py::tuple Stored(const py::object& self, int layer, bool is_value) {
   const auto& cache = self.cast<const Cache&>();
   cache.RequireLayer(layer);
+  cache.RequireHostMemory("codes");
   if (cache.config().window > 0) {
     throw InvalidArgument("A cache with a window has no contiguous codes.");
   }
@@ -214,6 +261,7 @@ void DefContiguousCache(py::module_& m) {
       .def_readwrite("rotate_k", &Config::rotate_k)
       .def_readwrite("search_scales", &Config::search_scales)
       .def_readwrite("exact", &Config::exact)
+      .def_readwrite("paged", &Config::paged)
       .def_property_readonly("num_bytes", &Cache::PoolBytes);
   DefEnum(config, "dtype", &Config::dtype, kDataTypes);
 
@@ -222,6 +270,21 @@ void DefContiguousCache(py::module_& m) {
              return AttendOptions{scale, std::move(sinks)};
            }),
            py::arg("softmax_scale"), py::arg("sinks").noconvert() = py::none());
+
+  py::class_<HeadArray>(m, "HeadArray")
+      .def(py::init([](uintptr_t address, const std::string& dtype, std::vector<py::ssize_t> shape,
+                       const std::array<int64_t, 4>& strides) {
+             return HeadArray{reinterpret_cast<std::byte*>(address),
+                              Parse("dtype", kDataTypes, dtype), std::move(shape), strides};
+           }),
+           py::arg("address"), py::arg("dtype"), py::kw_only(), py::arg("shape"),
+           py::arg("strides"))
+      .def_readonly("shape", &HeadArray::shape);
+  py::class_<DeviceAttendOptions>(m, "DeviceAttendOptions")
+      .def(py::init([](float scale, uintptr_t sinks, uintptr_t stream) {
+             return DeviceAttendOptions{scale, sinks, stream};
+           }),
+           py::arg("softmax_scale"), py::kw_only(), py::arg("sinks") = 0, py::arg("stream") = 0);
 
   py::class_<Cache, std::shared_ptr<Cache>>(m, "ContiguousCache")
       .def(py::init([](std::shared_ptr<Device> device, const Config& made) {
@@ -237,6 +300,8 @@ void DefContiguousCache(py::module_& m) {
       .def("update", &Update, py::arg("layer"), py::arg("kv"))
       .def("attend", &Attend, py::arg("layer"), py::arg("q_and_out"), py::arg("kv"),
            py::arg("options"))
+      .def("attend_on_device", &AttendOnDevice, py::arg("layer"), py::arg("q_and_out"),
+           py::arg("kv"), py::arg("options"))
       .def("read", &Read, py::arg("layer"))
       .def("stored", &Stored, py::arg("layer"), py::arg("is_value"))
       .def("advance", &Cache::Advance, py::arg("num_tokens"))

@@ -8,10 +8,10 @@
 
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
-#include "turbomind/core/float_convert.h"
 #include "turbomind/kv/block_seq_len.h"
 #include "turbomind/kv/sliding_window.h"
 #include "turbomind/ops/attention.h"
+#include "turbomind/ops/copy_heads.h"
 #include "turbomind/ops/flatten_kv.h"
 #include "turbomind/ops/hadamard.h"
 #include "turbomind/ops/process_kv.h"
@@ -25,7 +25,7 @@ constexpr int kRingExtraBlocks = 2;
 // Tokens that are stored and attended at once. Every common group size divides the queries of one
 // item of the CPU's attention, 96, so no item is partly empty.
 constexpr int kPieceTokens = 96;
-constexpr int64_t kMinParallelValues = 16384;  // below this, waking a worker costs more
+constexpr int kPagedPieceTokens = 1024;  // launches of a GPU cost much more than a call of a CPU
 constexpr int kMaxLayers = 4096;
 constexpr int kMaxHeads = 65536;
 constexpr int kMaxHeadDim = 256;
@@ -68,63 +68,43 @@ KvCacheConfig PoolConfig(const ContiguousCacheConfig& config) {
   pool.head_dim = config.head_dim;
   pool.block_seq_len = kRingBlockTokens;
   pool.dtype = config.dtype;
-  if (config.window == 0) {
+  if (config.window == 0 && !config.paged) {
     const auto tokens = static_cast<unsigned>(std::max(config.max_seq_len, kRingBlockTokens));
     pool.block_seq_len = static_cast<int>(std::bit_ceil(tokens));
   }
   return pool;
 }
 
+// Returns the blocks of a sequence, or 0 if it is one block. Without a window, a ring is long
+// enough for all positions.
 int RingBlocks(const ContiguousCacheConfig& config) {
-  return config.window == 0
-             ? 0
-             : static_cast<int>(CeilDiv(config.window, kRingBlockTokens)) + kRingExtraBlocks;
+  if (config.window == 0) {
+    return config.paged ? static_cast<int>(CeilDiv(config.max_seq_len, kRingBlockTokens)) : 0;
+  }
+  return static_cast<int>(CeilDiv(config.window, kRingBlockTokens)) + kRingExtraBlocks;
 }
 
 int64_t NumBlocks(const ContiguousCacheConfig& config) {
   return int64_t{config.batch_size} * std::max(RingBlocks(config), 1);
 }
 
-// Copies a row of n values, `stride` bytes apart, as FP32.
-void LoadRow(const std::byte* from, DataType dtype, int64_t stride, int n, float* to) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(from);
-  if (stride == SizeOf(dtype)) {
-    switch (dtype) {
-      case DataType::kFloat32:
-        std::memcpy(to, bytes, static_cast<size_t>(n) * sizeof(float));
-        return;
-      case DataType::kFloat16:
-        for (int i = 0; i < n; ++i) {
-          to[i] = LoadAs(bytes, DataType::kFloat16, i);
-        }
-        return;
-      case DataType::kBFloat16:
-        for (int i = 0; i < n; ++i) {
-          to[i] = LoadAs(bytes, DataType::kBFloat16, i);
-        }
-        return;
-    }
-  }
-  for (int i = 0; i < n; ++i) {
-    to[i] = LoadAs(bytes + i * stride, dtype, 0);
-  }
+// Returns the configuration with the blocks that the device has kernels for.
+ContiguousCacheConfig WithBlocksOf(const Device& device, ContiguousCacheConfig config) {
+  config.paged = device.capability().is_cuda;
+  return config;
 }
 
-void StoreRow(const float* from, DataType dtype, int n, std::byte* to) {
-  if (dtype == DataType::kFloat32) {
-    std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
-    return;
-  }
-  auto* bytes = reinterpret_cast<uint8_t*>(to);
-  for (int i = 0; i < n; ++i) {
-    StoreAs(from[i], dtype, bytes, i);
-  }
+// Returns the strides of a contiguous array [any, heads, tokens, head_dim], in bytes.
+std::array<int64_t, 4> DenseStrides(int64_t heads, int64_t tokens, int64_t dim, int64_t bytes) {
+  return {heads * tokens * dim * bytes, tokens * dim * bytes, dim * bytes, bytes};
 }
 
 }  // namespace
 
 ContiguousCache::ContiguousCache(std::shared_ptr<Device> device, ContiguousCacheConfig config)
-    : device_(std::move(device)), config_(std::move(config)), ring_blocks_(RingBlocks(config_)) {
+    : device_(std::move(device)),
+      config_(WithBlocksOf(*device_, std::move(config))),
+      ring_blocks_(RingBlocks(config_)) {
   if (static_cast<double>(PoolBytes(config_)) > kMaxBytes) {
     throw OutOfMemory("The cache would take more than 2^46 bytes. Reduce max_seq_len.");
   }
@@ -134,10 +114,12 @@ ContiguousCache::ContiguousCache(std::shared_ptr<Device> device, ContiguousCache
       device_->RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
     }
   }
-  cache_ = std::make_unique<KvCache>(*device_, pool, std::vector<int64_t>{NumBlocks(config_)});
+  device_->RunInOrderOf(nullptr, [&] {  // so that the current GPU stays the same
+    cache_ = std::make_unique<KvCache>(*device_, pool, std::vector<int64_t>{NumBlocks(config_)});
+    ReserveScratch();
+  });
   new_tokens_.assign(config_.layers.size(), 0);
   ring_.assign(config_.layers.size() * static_cast<size_t>(ring_blocks_), -1);
-  ReserveScratch();
 }
 
 ContiguousCache::~ContiguousCache() { device_->Release(qkv_, static_cast<size_t>(scratch_bytes_)); }
@@ -154,10 +136,20 @@ void ContiguousCache::ReserveScratch() {
   const size_t tokens = batch * static_cast<size_t>(PieceTokens());
   const int64_t token_values =
       (2 * int64_t{config_.q_heads} + 2 * int64_t{config_.kv_heads}) * config_.head_dim;
-  scratch_bytes_ = static_cast<int64_t>(tokens) * token_values * int64_t{sizeof(float)};
-  qkv_ = static_cast<float*>(device_->Reserve(static_cast<size_t>(scratch_bytes_)));
+  const int64_t row_bytes = static_cast<int64_t>(tokens) * token_values * int64_t{sizeof(float)};
+  scratch_bytes_ = row_bytes;
+  if (config_.paged) {
+    scratch_bytes_ += int64_t{sizeof(int64_t)} + config_.q_heads * int64_t{sizeof(float)};
+  }
+  auto* const scratch =
+      static_cast<std::byte*>(device_->Reserve(static_cast<size_t>(scratch_bytes_)));
+  qkv_ = reinterpret_cast<float*>(scratch);
   attended_ = qkv_ + static_cast<int64_t>(tokens) *
                          (config_.q_heads + 2 * int64_t{config_.kv_heads}) * config_.head_dim;
+  if (config_.paged) {
+    device_nonfinite_ = reinterpret_cast<int64_t*>(scratch + row_bytes);
+    sinks_ = reinterpret_cast<float*>(device_nonfinite_ + 1);
+  }
   // The visible blocks, and those before them up to the beginning of their split.
   table_stride_ = ring_blocks_ == 0 ? 1 : ring_blocks_ + kSplitTokens / kRingBlockTokens;
   cu_seqlens_.resize(batch + 1);
@@ -167,8 +159,30 @@ void ContiguousCache::ReserveScratch() {
 }
 
 int ContiguousCache::PieceTokens() const {
-  const int most = ring_blocks_ == 0 ? kPieceTokens : kRingBlockTokens;
-  return std::max(1, std::min(most, kPieceTokens / config_.batch_size));
+  const int of_batch = config_.paged ? kPagedPieceTokens : kPieceTokens;
+  const int most = config_.window == 0 ? of_batch : kRingBlockTokens;
+  return std::max(1, std::min(most, of_batch / config_.batch_size));
+}
+
+int64_t ContiguousCache::num_nonfinite() const {
+  if (device_nonfinite_ == nullptr) {
+    return num_nonfinite_;
+  }
+  int64_t count = 0;
+  device_->RunInOrderOf(nullptr, [&] {
+    count = *static_cast<const int64_t*>(device_->ReadBack(device_nonfinite_, sizeof(count)));
+  });
+  return count;
+}
+
+int64_t* ContiguousCache::Counter() {
+  return device_nonfinite_ != nullptr ? device_nonfinite_ : &num_nonfinite_;
+}
+
+void ContiguousCache::RequireHostMemory(const char* call) const {
+  if (config_.paged) {
+    throw InvalidArgument(std::string(call) + " cannot be used with a cache on a GPU. Use attend.");
+  }
 }
 
 double ContiguousCache::bytes_per_token() const {
@@ -255,54 +269,40 @@ BatchView ContiguousCache::Plan(Span queries, int first_position, int first_need
           .block_table_stride = table_stride_};
 }
 
-void ContiguousCache::ForRowsOnHost(int64_t num_rows, FunctionRef<void(int64_t row)> fn) {
-  if (num_rows * config_.head_dim < kMinParallelValues) {
-    for (int64_t row = 0; row < num_rows; ++row) {
-      fn(row);
-    }
-    return;
-  }
-  const int64_t rows = CeilDiv(kMinParallelValues, config_.head_dim);
-  device_->ForEachOnHost(CeilDiv(num_rows, rows), [&](int64_t item, int) {
-    const int64_t end = std::min(num_rows, (item + 1) * rows);
-    for (int64_t row = item * rows; row < end; ++row) {
-      fn(row);
-    }
-  });
-}
-
 // Copies the heads of a piece into qkv_, from head `first_head` of each token on.
 void ContiguousCache::Gather(const HeadRows& rows, const Piece& piece, int first_head,
                              int num_heads) {
-  const int64_t tokens = int64_t{config_.batch_size} * piece.count;
-  const int dim = config_.head_dim;
-  ForRowsOnHost(tokens * num_heads, [&](int64_t i) {
-    const int64_t token = i / num_heads;
-    const int64_t head = i % num_heads;
-    const std::byte* from = rows.data + token / piece.count * rows.strides[0] +
-                            head * rows.strides[1] +
-                            (piece.first + token % piece.count) * rows.strides[2];
-    LoadRow(from, rows.dtype, rows.strides[3], dim,
-            qkv_ + (token * row_heads_ + first_head + head) * dim);
-  });
+  std::byte* const first = const_cast<std::byte*>(rows.data) + piece.first * rows.strides[2];
+  device_->CopyHeads({.array = first,
+                      .dtype = rows.dtype,
+                      .strides = rows.strides,
+                      .num_seqs = config_.batch_size,
+                      .num_heads = num_heads,
+                      .num_tokens = piece.count,
+                      .head_dim = config_.head_dim,
+                      .rows = qkv_,
+                      .row_heads = row_heads_,
+                      .first_head = first_head});
 }
 
 // Copies the results of a piece to their places in queries.out.
 void ContiguousCache::Scatter(const Queries& queries, const Piece& piece, int num_tokens) {
-  const int64_t tokens = int64_t{config_.batch_size} * piece.count;
-  const int64_t heads = config_.q_heads;
-  const int dim = config_.head_dim;
-  ForRowsOnHost(tokens * heads, [&](int64_t i) {
-    const int64_t token = i / heads;
-    const int64_t row =
-        (token / piece.count * heads + i % heads) * num_tokens + piece.first + token % piece.count;
-    StoreRow(attended_ + i * dim, queries.out_dtype, dim,
-             queries.out + row * dim * SizeOf(queries.out_dtype));
-  });
+  const std::array<int64_t, 4> strides =
+      DenseStrides(config_.q_heads, num_tokens, config_.head_dim, SizeOf(queries.out_dtype));
+  device_->CopyHeads({.array = queries.out + piece.first * strides[2],
+                      .dtype = queries.out_dtype,
+                      .strides = strides,
+                      .num_seqs = config_.batch_size,
+                      .num_heads = config_.q_heads,
+                      .num_tokens = piece.count,
+                      .head_dim = config_.head_dim,
+                      .rows = attended_,
+                      .row_heads = config_.q_heads,
+                      .to_rows = false});
 }
 
-// Stores the K and V of a piece and rotates its Q, all in qkv_. Returns the batch of the piece.
-BatchView ContiguousCache::Store(int layer, const Piece& piece) {
+// Returns the batch of a piece, and notes its blocks.
+BatchView ContiguousCache::PlanPiece(int layer, const Piece& piece) {
   const int begin = seq_len_ + piece.first;
   const int end = begin + piece.count;
   const int visible = FirstVisible(config_.window, begin);
@@ -313,17 +313,33 @@ BatchView ContiguousCache::Store(int layer, const Piece& piece) {
       ring[block % ring_blocks_] = block;
     }
   }
+  return batch;
+}
+
+// Stores the K and V of a batch and rotates its Q, all in qkv_.
+void ContiguousCache::Store(int layer, const BatchView& batch) {
   invokeProcessKV_v2(*device_, {.qkv = qkv_,
                                 .q_heads = row_heads_ - 2 * config_.kv_heads,
                                 .rotate = Rotates(layer),
                                 .search_scales = config_.search_scales,
                                 .kv = View(layer),
                                 .batch = batch,
-                                .num_nonfinite = &num_nonfinite_});
-  return batch;
+                                .num_nonfinite = Counter()});
+}
+
+// Runs the ops of a layer as a step of their own.
+void ContiguousCache::RunBatch(const BatchView& batch, FunctionRef<void()> ops) {
+  const StepGroup group = {.batch = batch, .window = config_.window, .kv_heads = config_.kv_heads};
+  device_->RunStep({.tokens = batch.positions,  // no op reads token ids
+                    .groups = &group,
+                    .num_groups = 1,
+                    .q_heads = config_.q_heads,
+                    .op_by_op = true},  // the next layer has the same shape, but other memory
+                   ops);
 }
 
 void ContiguousCache::Append(int layer, const NewRows& rows, const DenseRows& dense) {
+  RequireHostMemory("update");
   RequireRoom(layer, rows.num_tokens);
   new_tokens_[static_cast<size_t>(layer)] = 0;  // in case an op throws
   const int kv_heads = config_.kv_heads;
@@ -342,7 +358,7 @@ void ContiguousCache::Append(int layer, const NewRows& rows, const DenseRows& de
     std::fill_n(qkv_, tokens * row_heads_ * config_.head_dim, 0.f);
     Gather(rows.k, piece, kv_heads, kv_heads);
     Gather(rows.v, piece, 2 * kv_heads, kv_heads);
-    Store(layer, piece);
+    Store(layer, PlanPiece(layer, piece));
     if (dense.k != nullptr && ring_blocks_ > 0) {
       Decode(layer, {seq_len_ + done, seq_len_ + done + piece.count}, target);
     }
@@ -355,26 +371,50 @@ void ContiguousCache::Append(int layer, const NewRows& rows, const DenseRows& de
 
 void ContiguousCache::Attend(int layer, const NewRows& rows, const Queries& queries) {
   RequireRoom(layer, rows.num_tokens);
+  device_->RunInOrderOf(queries.stream, [&] { AttendInOrder(layer, rows, queries); });
+}
+
+void ContiguousCache::AttendInOrder(int layer, const NewRows& rows, const Queries& queries) {
   new_tokens_[static_cast<size_t>(layer)] = 0;  // in case an op throws
   const int q_heads = config_.q_heads;
   const int kv_heads = config_.kv_heads;
   row_heads_ = q_heads + 2 * kv_heads;
   const int piece_tokens = PieceTokens();
+  CopySinks(queries);
   for (int done = 0; done < rows.num_tokens; done += piece_tokens) {
     const Piece piece = {done, std::min(piece_tokens, rows.num_tokens - done)};
     Gather(queries.q, piece, 0, q_heads);
     Gather(rows.k, piece, q_heads, kv_heads);
     Gather(rows.v, piece, q_heads + kv_heads, kv_heads);
-    const BatchView batch = Store(layer, piece);
-    const AttentionParams params = ParamsOf(layer, batch, queries);
-    if (batch.num_decode > 0) {
-      dispatchDecoding(*device_, params);
-    } else {
-      invokePrefillAttention(*device_, params);
-    }
+    const BatchView batch = PlanPiece(layer, piece);
+    RunBatch(batch, [&] {
+      Store(layer, batch);
+      const AttentionParams params = ParamsOf(layer, batch, queries);
+      if (batch.num_decode > 0) {
+        dispatchDecoding(*device_, params);
+      } else {
+        invokePrefillAttention(*device_, params);
+      }
+    });
     Scatter(queries, piece, rows.num_tokens);
   }
   new_tokens_[static_cast<size_t>(layer)] = rows.num_tokens;
+}
+
+// Copies the sinks to where attention reads them, if that is not where the caller has them.
+void ContiguousCache::CopySinks(const Queries& queries) {
+  if (sinks_ == nullptr || queries.sinks == nullptr) {
+    return;
+  }
+  const auto* const from = reinterpret_cast<const std::byte*>(queries.sinks);
+  device_->CopyHeads({.array = const_cast<std::byte*>(from),
+                      .strides = DenseStrides(config_.q_heads, 1, 1, sizeof(float)),
+                      .num_seqs = 1,
+                      .num_heads = config_.q_heads,
+                      .num_tokens = 1,
+                      .head_dim = 1,
+                      .rows = sinks_,
+                      .row_heads = config_.q_heads});
 }
 
 AttentionParams ContiguousCache::ParamsOf(int layer, const BatchView& batch,
@@ -386,7 +426,7 @@ AttentionParams ContiguousCache::ParamsOf(int layer, const BatchView& batch,
           .softmax_scale = queries.softmax_scale,
           .exact = config_.exact,
           .window = config_.window,
-          .sinks = queries.sinks,
+          .sinks = queries.sinks != nullptr && sinks_ != nullptr ? sinks_ : queries.sinks,
           .kv = View(layer),
           .batch = batch};
 }
@@ -398,6 +438,7 @@ AttentionParams ContiguousCache::NextStep(int layer) {
 }
 
 void ContiguousCache::Read(int layer, const DenseRows& dense) {
+  RequireHostMemory("keys and values");
   RequireLayer(layer);
   const int first = FirstDense(seq_len_, 0);
   RequireHeld(layer, {first, seq_len_}, "keys or values");
@@ -442,7 +483,7 @@ void ContiguousCache::Decode(int layer, Span positions, const DenseTarget& targe
 void ContiguousCache::RotateBack(float* k, int64_t num_rows) {
   const int dim = config_.head_dim;
   const int size = RotationSize(dim);
-  ForRowsOnHost(num_rows, [&](int64_t row) {
+  ForEachRowOnHost(*device_, num_rows, dim, [&](int64_t row) {
     for (int d = 0; d < dim; d += size) {
       RotateRun(k + row * dim + d, size);
     }

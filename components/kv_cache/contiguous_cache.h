@@ -28,9 +28,12 @@ struct ContiguousCacheConfig {
   bool rotate_k = false;  // without effect on layers that store K in 16 bits
   bool search_scales = true;
   bool exact = false;  // use FP32 instead of integer arithmetic on integer codes
+  // Cut full attention into blocks of 64 tokens. The constructor sets it for CUDA, which has no
+  // kernels for long blocks.
+  bool paged = false;
 };
 
-// An array [batch, heads, tokens, head_dim] in host memory that is only read.
+// An array [batch, heads, tokens, head_dim] in the device's memory that is only read.
 struct HeadRows {
   const std::byte* data = nullptr;
   DataType dtype = DataType::kFloat32;
@@ -51,6 +54,7 @@ struct Queries {
   DataType out_dtype = DataType::kFloat32;
   float softmax_scale = 1.f;
   const float* sinks = nullptr;  // [q_heads] or null
+  void* stream = nullptr;        // of the caller, as of Device::RunInOrderOf
 };
 
 // Receives decoded rows, [batch_size, kv_heads, num_tokens, head_dim] each. K is rotated back.
@@ -64,13 +68,13 @@ struct DenseRows {
 // Invariants:
 //  1. Positions [0, seq_len()) are stored in every layer. A layer may have new tokens behind them,
 //     which a later call for the layer overwrites and Advance accepts.
-//  2. The bits of every result depend only on the rows that were stored, not on how the tokens were
-//     split into calls or on the number of threads.
+//  2. On a CPU, the bits of every result depend only on the rows that were stored, not on how the
+//     tokens were split into calls or on the number of threads.
 //  3. A function that throws InvalidArgument has changed nothing.
 //  4. Memory is reserved by the constructor. Later calls allocate only what a device's attention
 //     keeps for longer contexts.
-// One thread at a time may use it and its device. REQUIRES: the host can access the device's
-// memory. RequireAttention of other devices rejects the long blocks of a cache with full attention.
+// One thread at a time may use it and its device. If the host cannot access the device's memory,
+// arrays are in that memory, and Append, Read and View throw InvalidArgument.
 class ContiguousCache {
  public:
   // Throws InvalidArgument, and OutOfMemory or std::bad_alloc.
@@ -87,7 +91,7 @@ class ContiguousCache {
   int64_t num_bytes() const { return cache_->reserved_bytes(); }
   double bytes_per_token() const;
   // Counts the NaN and infinite values of all calls.
-  int64_t num_nonfinite() const { return num_nonfinite_; }
+  int64_t num_nonfinite() const;
 
   // Throw InvalidArgument for a layer that does not exist, and for tokens that cannot be stored.
   void RequireLayer(int layer) const;
@@ -114,6 +118,8 @@ class ContiguousCache {
   // Returns the kernels' view of a layer. Block b is sequence b if there is no window.
   // REQUIRES: the layer exists.
   KvLayerView View(int layer) const { return cache_->LayerView(layer); }
+  // Throws InvalidArgument unless the host can access the device's memory.
+  void RequireHostMemory(const char* call) const;
   // Returns the attention of a decode step at seq_len(), for the count of its bytes. It is valid
   // until the next call.
   AttentionParams NextStep(int layer);
@@ -138,13 +144,17 @@ class ContiguousCache {
   void RequireHeld(int layer, Span positions, const char* call) const;
   BatchView Plan(Span queries, int first_position, int first_needed);
   bool Rotates(int layer) const;
-  BatchView Store(int layer, const Piece& piece);
+  BatchView PlanPiece(int layer, const Piece& piece);
+  void Store(int layer, const BatchView& batch);
   AttentionParams ParamsOf(int layer, const BatchView& batch, const Queries& queries) const;
   void Gather(const HeadRows& rows, const Piece& piece, int first_head, int num_heads);
   void Scatter(const Queries& queries, const Piece& piece, int num_tokens);
   void Decode(int layer, Span positions, const DenseTarget& target);
   void RotateBack(float* k, int64_t num_rows);
-  void ForRowsOnHost(int64_t num_rows, FunctionRef<void(int64_t row)> fn);
+  void CopySinks(const Queries& queries);
+  void AttendInOrder(int layer, const NewRows& rows, const Queries& queries);
+  void RunBatch(const BatchView& batch, FunctionRef<void()> ops);
+  int64_t* Counter();
 
   std::shared_ptr<Device> device_;
   ContiguousCacheConfig config_;
@@ -156,7 +166,9 @@ class ContiguousCache {
   int64_t scratch_bytes_ = 0;
   float* qkv_ = nullptr;       // [tokens of a piece, q_heads + 2 * kv_heads, head_dim]
   float* attended_ = nullptr;  // [tokens of a piece, q_heads, head_dim]
-  int row_heads_ = 0;          // heads of a token in qkv_, in the current call
+  float* sinks_ = nullptr;     // [q_heads], of a device whose memory the host cannot access
+  int64_t* device_nonfinite_ = nullptr;  // of such a device; else num_nonfinite_ counts
+  int row_heads_ = 0;                    // heads of a token in qkv_, in the current call
   // The arrays of a BatchView.
   std::vector<int32_t> cu_seqlens_;
   std::vector<int32_t> context_lens_;

@@ -137,4 +137,5 @@ def _dtype_error(name: str, dtype: str, *, advice: str) -> OptionError:
 
 
 def _gpu_error(name: str) -> OptionError:
-    return OptionError(name, f"is not in host memory. Pass {name}.cpu().")
+    advice = f'Pass {name}.cpu(), or make the cache with device="cuda"'
+    return OptionError(name, f"is not in host memory. {advice}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from lmdeploy.base.checks import OptionError, check_choice, check_instance, chec
 from lmdeploy.base.resources import usable_cores
 from lmdeploy.kv_cache.arrays import NUMPY_FLOAT32, Array, ArrayKind, read_array
 from lmdeploy.kv_cache.config import MAX_BATCH, CacheConfig
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
 
 MIB = 2**20
 _LARGEST_SCALE = 1e30
@@ -56,7 +59,11 @@ class KVCache:
     after the last layer; until then a repeated call overwrites them. K is stored as given, so RoPE
     comes before. Results are arrays of the library and dtype of `q` or `k_new`.
 
-    Bits of results do not depend on how tokens are split into calls or on the number of threads.
+    Bits of results of a CPU do not depend on how tokens are split into calls or on the number of
+    threads. With `CacheConfig.device="cuda"`, arrays are tensors of torch or CuPy on that GPU and
+    are not copied to the host. `attend` then queues its work in the order of the library's current
+    stream and returns. Dense reads need a CPU.
+
     One thread may use a cache at a time. Errors are ValueErrors that change nothing.
     """
 
@@ -67,7 +74,10 @@ class KVCache:
         check_int("batch_size", batch_size, low=1, high=MAX_BATCH)
         self.config = config
         self.batch_size = batch_size
-        device = _turbomind.make_device("cpu", config.num_threads or usable_cores())
+        if config.gpu is not None:
+            device = _turbomind.make_cuda_device(config.gpu)
+        else:
+            device = _turbomind.make_device("cpu", config.num_threads or usable_cores())
         self._cache = _turbomind.ContiguousCache(device, config.native(batch_size))
         self._options = _turbomind.AttendOptions
         self._plain = self._options(1 / math.sqrt(config.head_dim))
@@ -98,7 +108,8 @@ class KVCache:
     @property
     def num_nonfinite(self) -> int:
         """Return how many NaN and infinite values of K and V were stored in all calls."""
-        return self._cache.num_nonfinite
+        with self._exclusive:
+            return self._cache.num_nonfinite
 
     def memory_usage_mb(self) -> float:
         """Return `num_bytes` in units of 2^20 bytes."""
@@ -122,6 +133,8 @@ class KVCache:
         """
         with self._exclusive:
             layer = self._layer(layer_idx)
+            if self.config.gpu is not None:
+                return self._attend_on_gpu(layer, q=q, kv=(k_new, v_new), scale=scale, sinks=sinks)
             k, v = self._new_rows(k_new, v_new)
             queries, kind = self._rows("q", q, heads=self.config.num_heads)
             if queries.shape[2] != k.shape[2]:
@@ -143,6 +156,7 @@ class KVCache:
         """
         with self._exclusive:
             layer = self._layer(layer_idx)
+            self._require_cpu("update")
             kv = self._new_rows(k_new, v_new)
             if self._is_viewable(layer, "k") and self._is_viewable(layer, "v"):
                 self._cache.append(layer, kv)
@@ -168,6 +182,7 @@ class KVCache:
         check_choice("side", side, choices=("k", "v"))
         with self._exclusive:
             layer = self._layer(layer_idx)
+            self._require_cpu("codes")
             codes, metadata = self._cache.stored(layer, side == "v")
             length = self._cache.seq_len
             codes = _read_only(codes[:, :, :length])
@@ -195,19 +210,62 @@ class KVCache:
         with self._exclusive:
             self._cache.reset()
 
+    def _attend_on_gpu(
+        self, layer: int, *, q: Any, kv: tuple[Any, Any], scale: float | None, sinks: Any
+    ) -> Any:
+        from lmdeploy import _turbomind
+        from lmdeploy.kv_cache.gpu_arrays import current_stream, describe, empty_like, sinks_address
+
+        num_heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        stream = current_stream("q", q)
+        k, v, queries = (
+            self._on_gpu(name, array, heads=heads, stream=stream)
+            for name, array, heads in (
+                ("k_new", kv[0], kv_heads),
+                ("v_new", kv[1], kv_heads),
+                ("q", q, num_heads),
+            )
+        )
+        for name, array in (("v_new", v), ("q", queries)):
+            if array.shape[2] != k.shape[2]:
+                wanted = f"{k.shape[2]}, as k_new has"
+                raise OptionError(name, f"has {array.shape[2]} tokens. It must have {wanted}.")
+        at = 0 if sinks is None else sinks_address(sinks, num_heads=num_heads, stream=stream)
+        options = _turbomind.DeviceAttendOptions(self._scale(scale), sinks=at, stream=stream)
+        out = empty_like(q)
+        described = queries, describe("q", out, stream=stream)
+        self._cache.attend_on_device(layer, described, (k, v), options)
+        return out
+
+    def _on_gpu(self, name: str, value: Any, *, heads: int, stream: int) -> _turbomind.HeadArray:
+        from lmdeploy.kv_cache.gpu_arrays import describe
+
+        array = describe(name, value, stream=stream)
+        self._check_shape(name, tuple(array.shape), heads=heads)
+        return array
+
+    def _require_cpu(self, call: str) -> None:
+        if self.config.gpu is not None:
+            raise OptionError(
+                call, f"needs a cache on the CPU. This one is on {self.config.device}."
+            )
+
     def _layer(self, layer_idx: Any) -> int:
         return check_int("layer_idx", layer_idx, low=0, high=self.config.num_layers - 1)
 
     def _rows(self, name: str, value: Any, *, heads: int) -> tuple[Array, ArrayKind]:
         """Return an array of the caller if it is [batch, heads, n, head_dim] with n > 0."""
         array, kind = read_array(name, value)
-        shape, dim = array.shape, self.config.head_dim
+        self._check_shape(name, array.shape, heads=heads)
+        return array, kind
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], *, heads: int) -> None:
+        dim = self.config.head_dim
         if len(shape) != 4 or shape[:2] != (self.batch_size, heads) or shape[3] != dim:
             wanted = f"({self.batch_size}, {heads}, n, {dim}): batch, heads, tokens, head_dim"
             raise OptionError(name, f"has shape {shape}. It must have {wanted}.")
         if shape[2] == 0:
             raise OptionError(name, "has no tokens. It must have at least 1.")
-        return array, kind
 
     def _new_rows(self, k_new: Any, v_new: Any) -> tuple[Array, Array]:
         heads = self.config.num_kv_heads
@@ -252,6 +310,7 @@ class KVCache:
     def _dense(self, layer_idx: int, side: str) -> Any:
         with self._exclusive:
             layer = self._layer(layer_idx)
+            self._require_cpu("keys" if side == "k" else "values")
             if self._is_viewable(layer, side):
                 return self._view(layer, side, length=self._cache.seq_len)
             k, v = self._cache.read(layer)

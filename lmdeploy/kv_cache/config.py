@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class CacheConfig:
         search_scales: choose FP4 scales by the squared error instead of the largest value.
         exact: compute in FP32 instead of integers. Slower; the error falls from 2e-4 to 1e-5.
         num_threads: None uses every core.
+        device: "cpu", or "cuda" or "cuda:1" for a cache in the memory of a GPU, which only attends.
         quantize_mode: another name of quantize.
         formats: the formats of each layer, from quantize.
     """
@@ -64,6 +66,7 @@ class CacheConfig:
     search_scales: bool = True
     exact: bool = False
     num_threads: int | None = None
+    device: str = "cpu"
     quantize_mode: InitVar[Any] = None
     formats: tuple[FormatPair, ...] = field(init=False, repr=False)
 
@@ -85,10 +88,22 @@ class CacheConfig:
         if self.num_threads is not None:
             check_int("num_threads", self.num_threads, low=1, high=MAX_THREADS)
         self._set("dtype", _checked_dtype(self.dtype))
+        if self.gpu is not None and self.exact:
+            raise refuse("exact", True, wanted="False, because a GPU computes in 16 bits")
+        if self.gpu is not None and self.dtype == "float32":
+            raise refuse("dtype", self.dtype, wanted="float16 or bfloat16 on a GPU")
         self._set("quantize", _chosen_format(self.quantize, quantize_mode))
         self._set("formats", self._resolved_formats())
         if len(set(self.formats)) == 1:
             self._set("quantize", str(self.formats[0]))
+
+    @property
+    def gpu(self) -> int | None:
+        """Return the number of the GPU, or None on the CPU."""
+        found = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", str(self.device))
+        if found is None:
+            raise refuse("device", self.device, wanted='"cpu", "cuda" or "cuda:N"')
+        return None if self.device == "cpu" else int(found[1] or 0)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -122,6 +137,7 @@ class CacheConfig:
         config.rotate_k = self.rotate_k
         config.search_scales = self.search_scales
         config.exact = self.exact
+        config.paged = self.gpu is not None
         return config
 
 

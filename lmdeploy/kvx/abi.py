@@ -251,6 +251,7 @@ FUNCTIONS = {
     "kvx_launch_write_kv_prefill": [*_WRITE[:2], c_int32, c_void_p],
     "kvx_launch_gather_kv": _GATHER,
     "kvx_tm_negotiate": [c_uint32, c_uint32],
+    "kvx_tm_wait_stream": [c_void_p, c_void_p],
     "kvx_tm_describe": [POINTER(TmLayer)],
     "kvx_tm_as_cache": [POINTER(TmLayer), POINTER(CacheDesc)],
     "kvx_tm_write_kv": [POINTER(TmLayer), POINTER(WriteDesc), c_void_p],

@@ -1,7 +1,11 @@
-"""Describe tensors of NumPy or torch, and of vLLM, TGI and TensorRT-LLM, as structs of KVX.
+"""Describe arrays, and caches of vLLM, TGI and TensorRT-LLM, as structs of KVX.
 
-Every function is pure: it reads shapes, strides and addresses, and copies nothing but the offsets
-of a ragged table. The caller keeps the tensors alive while a descriptor is used.
+Arrays are those of lmdeploy.kvx.arrays. Every function reads shapes, strides and addresses, and
+copies nothing but the offsets of a ragged table in host memory. The caller keeps the arrays alive
+while a descriptor is used, and on a GPU until the stream has done the work.
+
+`stream` is the handle of the stream on which the descriptor will be used, and None is the default
+stream. All arrays of a call are in host memory, or all on one GPU, tables included.
 """
 
 from __future__ import annotations
@@ -13,16 +17,7 @@ import numpy.typing as npt
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.kvx import abi
-
-DTYPES = {
-    "float16": abi.Dtype.F16,
-    "bfloat16": abi.Dtype.BF16,
-    "float32": abi.Dtype.F32,
-    "float8_e4m3fn": abi.Dtype.F8_E4M3,
-    "float8_e5m2": abi.Dtype.F8_E5M2,
-    "int32": abi.Dtype.S32,
-    "int64": abi.Dtype.S64,
-}
+from lmdeploy.kvx.arrays import ITEM_BYTES, ArrayView, read_array
 
 
 class Tables(NamedTuple):
@@ -33,39 +28,15 @@ class Tables(NamedTuple):
     owner: Any
 
 
-class _Tensor(NamedTuple):
-    """What a descriptor needs to know. Strides are in elements."""
-
-    dtype: abi.Dtype
-    memory: abi.Memory
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    data: int
-
-
-def _read(name: str, value: Any, *, dtype: abi.Dtype | None = None) -> _Tensor:
-    if isinstance(value, np.ndarray):
-        strides = tuple(stride // value.itemsize for stride in value.strides)
-        found, data, memory = value.dtype.name, value.ctypes.data, abi.Memory.HOST
-    elif hasattr(value, "data_ptr"):
-        strides, data = tuple(value.stride()), value.data_ptr()
-        found = str(value.dtype).removeprefix("torch.")
-        memory = abi.Memory.HOST if value.device.type == "cpu" else abi.Memory.DEVICE
-    else:
-        raise OptionError(name, f"is of type {type(value).__name__}. Pass an array.")
-    if dtype is None:
-        if found not in DTYPES:
-            wanted = ", ".join(DTYPES)
-            raise OptionError(name, f"has dtype {found}. It must be one of {wanted}.")
-        dtype = DTYPES[found]
-    return _Tensor(dtype, memory, tuple(value.shape), strides, data)
-
-
-def _indices(name: str, value: Any, *, ndim: int) -> _Tensor:
-    """Return an array of integers that is contiguous."""
-    read = _read(name, value)
-    if read.dtype not in (abi.Dtype.S32, abi.Dtype.S64) or len(read.shape) != ndim:
-        raise OptionError(name, f"must be an array of integers with {ndim} dimensions.")
+def _indices(
+    name: str, value: Any, *, ndim: int | tuple[int, ...], stream: int | None
+) -> ArrayView:
+    """Return an array of integers that is contiguous and has one of some numbers of dimensions."""
+    ndims = (ndim,) if isinstance(ndim, int) else ndim
+    read = read_array(name, value, stream=stream)
+    if read.dtype not in (abi.Dtype.S32, abi.Dtype.S64) or len(read.shape) not in ndims:
+        wanted = " or ".join(str(n) for n in ndims)
+        raise OptionError(name, f"must be an array of integers with {wanted} dimensions.")
     for i, (size, stride) in enumerate(zip(read.shape, read.stride, strict=True)):
         if size > 1 and stride != np.prod(read.shape[i + 1 :]):
             raise OptionError(name, "must be contiguous.")
@@ -73,10 +44,28 @@ def _indices(name: str, value: Any, *, ndim: int) -> _Tensor:
 
 
 def tensor(
-    value: Any, layout: abi.Layout = abi.Layout.BLOCK_CUSTOM, *, dtype: abi.Dtype | None = None
+    value: Any,
+    layout: abi.Layout = abi.Layout.BLOCK_CUSTOM,
+    *,
+    dtype: abi.Dtype | None = None,
+    stream: int | None = None,
 ) -> abi.TensorDesc:
     """Describe an array as it lies. `dtype` replaces its own, for bits in another dtype."""
-    read = _read("tensor", value, dtype=dtype)
+    return _tensor("tensor", value, layout=layout, dtype=dtype, stream=stream)
+
+
+def _tensor(
+    name: str,
+    value: Any,
+    *,
+    layout: abi.Layout = abi.Layout.BLOCK_CUSTOM,
+    dtype: abi.Dtype | None,
+    stream: int | None,
+) -> abi.TensorDesc:
+    read = read_array(name, value, dtype=dtype, stream=stream)
+    if len(read.shape) > abi.MAX_TENSOR_DIMS:
+        wanted = f"It must have at most {abi.MAX_TENSOR_DIMS} dimensions"
+        raise OptionError(name, f"has shape {read.shape}. {wanted}.")
     desc = abi.TensorDesc(read.dtype, layout, read.memory, len(read.shape))
     desc.shape[: len(read.shape)] = read.shape
     desc.stride[: len(read.stride)] = read.stride
@@ -84,13 +73,17 @@ def tensor(
     return desc
 
 
-def rows(key: Any, value: Any, *, dtype: abi.Dtype | None = None) -> abi.KvIoDesc:
+def rows(
+    key: Any, value: Any, *, dtype: abi.Dtype | None = None, stream: int | None = None
+) -> abi.KvIoDesc:
     """Describe rows outside a cache, [tokens, heads, head_dim] or, to gather, [seqs, tokens, …]."""
-    shape = key.shape
-    num_tokens = int(np.prod(shape[:-2]))
-    return abi.KvIoDesc(
-        tensor(key, dtype=dtype), tensor(value, dtype=dtype), num_tokens, shape[-2], shape[-1]
+    k, v = (
+        _tensor(name, x, dtype=dtype, stream=stream) for name, x in (("key", key), ("value", value))
     )
+    if k.ndim < 3:
+        raise OptionError("key", f"has {k.ndim} dimensions. It must have 3 or 4.")
+    shape = k.shape[: k.ndim]
+    return abi.KvIoDesc(k, v, int(np.prod(shape[:-2])), shape[-2], shape[-1])
 
 
 def write(io: abi.KvIoDesc, slots: abi.SlotMapping) -> abi.WriteDesc:
@@ -113,7 +106,9 @@ def _cache(k: abi.TensorDesc, v: abi.TensorDesc, *, block_size: int, shape: Any)
     return cache
 
 
-def vllm_cache(key: Any, value: Any, *, dtype: abi.Dtype | None = None) -> abi.CacheDesc:
+def vllm_cache(
+    key: Any, value: Any, *, dtype: abi.Dtype | None = None, stream: int | None = None
+) -> abi.CacheDesc:
     """Describe the cache of a layer of vLLM or TGI.
 
     `key` and `value` are [blocks, block_size, heads, head_dim] in any order of strides, as
@@ -122,63 +117,74 @@ def vllm_cache(key: Any, value: Any, *, dtype: abi.Dtype | None = None) -> abi.C
     that of the block table is that of a view: pass `key.view(blocks, block_size, …)`. `dtype` is
     that of codes in uint8.
     """
-    if len(key.shape) == 5:
-        blocks, heads, _, block_size, _ = key.shape
-        k = tensor(key, abi.Layout.BLOCK_HND_PACKED, dtype=dtype)
-        v = tensor(value, abi.Layout.BLOCK_HND_PACKED, dtype=dtype)
+    k = _tensor("key", key, dtype=dtype, stream=stream)
+    if k.ndim not in (4, 5):
+        shape = tuple(k.shape[: k.ndim])
+        raise OptionError("key", f"has shape {shape}. It must have 4 or 5 dimensions.")
+    v = _tensor("value", value, dtype=dtype, stream=stream)
+    if k.ndim == 5:
+        blocks, heads, _, block_size, _ = k.shape
+        k.layout = v.layout = abi.Layout.BLOCK_HND_PACKED
         v.ndim, v.shape[4], v.stride[4] = 5, 1, 1
-        return _cache(k, v, block_size=block_size, shape=(blocks, heads, value.shape[2]))
-    if len(key.shape) != 4:
-        raise OptionError("key", f"has shape {tuple(key.shape)}. It must have 4 or 5 dimensions.")
-    blocks, block_size, heads, head_dim = key.shape
-    k, v = (_by_strides(x, dtype=dtype) for x in (key, value))
+        return _cache(k, v, block_size=block_size, shape=(blocks, heads, v.shape[2]))
+    blocks, block_size, heads, head_dim = k.shape[:4]
+    for desc in (k, v):
+        _order_by_strides(desc)
     return _cache(k, v, block_size=block_size, shape=(blocks, heads, head_dim))
 
 
-def _by_strides(value: Any, *, dtype: abi.Dtype | None) -> abi.TensorDesc:
-    """Describe [blocks, block_size, heads, head_dim] as NHD, or as HND if heads come first."""
-    desc = tensor(value, abi.Layout.BLOCK_NHD, dtype=dtype)
+def _order_by_strides(desc: abi.TensorDesc) -> None:
+    """Turn [blocks, block_size, heads, head_dim] into NHD, or HND if heads come first."""
+    desc.layout = abi.Layout.BLOCK_NHD
     if desc.stride[1] < desc.stride[2]:
         desc.layout = abi.Layout.BLOCK_HND
         for part in (desc.shape, desc.stride):
             part[1], part[2] = part[2], part[1]
-    return desc
 
 
-def vllm_slots(mapping: Any) -> abi.SlotMapping:
+def vllm_slots(mapping: Any, *, stream: int | None = None) -> abi.SlotMapping:
     """Describe vLLM's slot mapping: a slot per token, and -1 for padding."""
-    read = _indices("mapping", mapping, ndim=1)
+    read = _indices("mapping", mapping, ndim=1, stream=stream)
     return abi.SlotMapping(read.dtype, read.shape[0], -1, read.data)
 
 
-def _lengths(lengths: Any) -> abi.SeqLens:
-    read = _indices("lengths", lengths, ndim=1)
+def _lengths(read: ArrayView) -> abi.SeqLens:
     return abi.SeqLens(read.dtype, read.shape[0], read.data)
 
 
-def tgi_tables(tables: Any, lengths: Any) -> Tables:
+def tgi_tables(
+    tables: Any, lengths: Any, *, indptr: Any = None, stream: int | None = None
+) -> Tables:
     """Describe TGI's block tables and lengths, which vLLM's have the form of too.
 
     `tables` is [seqs, blocks], or for blocks of one token the blocks of all sequences after each
-    other, as FlashInfer has them.
+    other, as FlashInfer has them. Those have `indptr` [seqs + 1], the prefix sums of the lengths.
+    In host memory, None computes them.
     """
-    lens = _lengths(lengths)
-    if len(tables.shape) == 2:
-        read = _indices("tables", tables, ndim=2)
+    lens = _indices("lengths", lengths, ndim=1, stream=stream)
+    read = _indices("tables", tables, ndim=(1, 2), stream=stream)
+    owner = [tables, lengths, indptr]
+    if len(read.shape) == 2:
         seqs, blocks = read.shape
         table = abi.BlockTable(abi.BlockTableFormat.PACKED, read.dtype, 0, seqs, 1, blocks)
         table.indices, table.indices_count = read.data, seqs * blocks
-        return Tables(table, lens, (tables, lengths))
-    read = _indices("tables", tables, ndim=1)
-    counts = np.asarray(lengths.tolist(), np.int64)
-    indptr: npt.NDArray[np.int64] = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    most = max(int(counts.max(initial=0)), 1)
-    table = abi.BlockTable(
-        abi.BlockTableFormat.RAGGED, read.dtype, abi.Dtype.S64, len(counts), 1, most
-    )
+        return Tables(table, _lengths(lens), owner)
+    if indptr is None:
+        indptr = _prefix_sums(lengths, memory=lens.memory)
+        owner.append(indptr)
+    sums = _indices("indptr", indptr, ndim=1, stream=stream)
+    table = abi.BlockTable(abi.BlockTableFormat.RAGGED, read.dtype, sums.dtype, lens.shape[0], 1)
+    table.max_blocks_per_seq = max(read.shape[0], 1)  # of no meaning here, but positive
     table.indices, table.indices_count = read.data, read.shape[0]
-    table.indptr, table.indptr_count = indptr.ctypes.data, len(indptr)
-    return Tables(table, lens, (tables, lengths, indptr))
+    table.indptr, table.indptr_count = sums.data, sums.shape[0]
+    return Tables(table, _lengths(lens), owner)
+
+
+def _prefix_sums(lengths: Any, *, memory: abi.Memory) -> npt.NDArray[np.int64]:
+    if memory != abi.Memory.HOST or not hasattr(lengths, "tolist"):
+        raise OptionError("indptr", "is None. Pass the prefix sums of the lengths.")
+    counts = np.asarray(lengths.tolist(), np.int64)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
 class TrtllmSizes(NamedTuple):
@@ -190,17 +196,23 @@ class TrtllmSizes(NamedTuple):
 
 
 def trtllm_cache(
-    primary: Any, secondary: Any = None, *, sizes: TrtllmSizes, dtype: abi.Dtype | None = None
+    primary: Any,
+    secondary: Any = None,
+    *,
+    sizes: TrtllmSizes,
+    dtype: abi.Dtype | None = None,
+    stream: int | None = None,
 ) -> abi.CacheDesc:
     """Describe a pool of TensorRT-LLM, from the layer's first K block on, to gather from it.
 
     K and V blocks of a layer, [heads, tokens_per_block, head_dim] each, lie in one pool. Offsets of
     `trtllm_tables` count them. KVX has one slot per token for K and V, so it cannot write there.
+    The secondary pool is in memory of the same kind.
     """
     tokens, heads, head_dim = sizes
     if tokens & (tokens - 1) or tokens < 1:
         raise OptionError("tokens_per_block", f"is {tokens}. It must be a power of two.")
-    read = _read("primary", primary, dtype=dtype)
+    read = read_array("primary", primary, dtype=dtype, stream=stream)
     values = heads * tokens * head_dim
     num_blocks = int(np.prod(read.shape)) // values
     desc = abi.TensorDesc(read.dtype, abi.Layout.BLOCK_HND, read.memory, 4)
@@ -208,19 +220,23 @@ def trtllm_cache(
     desc.stride[:4] = (values, tokens * head_dim, head_dim, 1)
     desc.data = read.data
     cache = _cache(desc, desc, block_size=tokens, shape=(num_blocks, heads, head_dim))
-    element = {abi.Dtype.F32: 4, abi.Dtype.F16: 2, abi.Dtype.BF16: 2}.get(read.dtype, 1)
-    cache.pool = abi.PoolDesc(read.memory, values * element, read.data)
+    cache.pool = abi.PoolDesc(read.memory, values * ITEM_BYTES[read.dtype], read.data)
     if secondary is not None:
-        cache.pool.secondary = _read("secondary", secondary, dtype=dtype).data
+        other = read_array("secondary", secondary, dtype=dtype, stream=stream)
+        if other.memory != read.memory:
+            wanted = f"{read.memory.name}, as primary is"
+            raise OptionError("secondary", f"is {other.memory.name} memory. It must be {wanted}.")
+        cache.pool.secondary = other.data
     return cache
 
 
-def trtllm_tables(offsets: Any, lengths: Any) -> Tables:
+def trtllm_tables(offsets: Any, lengths: Any, *, stream: int | None = None) -> Tables:
     """Describe TensorRT-LLM's block offsets, int32 [seqs, beams, 2, blocks], and lengths."""
-    read = _indices("offsets", offsets, ndim=4)
+    read = _indices("offsets", offsets, ndim=4, stream=stream)
+    lens = _indices("lengths", lengths, ndim=1, stream=stream)
     seqs, beams, _, blocks = read.shape
     kind = abi.BlockTableFormat.KV_OFFSETS
     table = abi.BlockTable(kind, read.dtype, 0, seqs, beams, blocks)
     table.indices, table.indices_count = read.data, seqs * beams * 2 * blocks
     table.flags = abi.BlockTableFlag.KVCACHEINDEX
-    return Tables(table, _lengths(lengths), (offsets, lengths))
+    return Tables(table, _lengths(lens), (offsets, lengths))

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from lmdeploy.base.checks import check_int, refuse
 from lmdeploy.kv_store.blocks import KvBlocks
-from lmdeploy.kvx import abi, adapters, check, library
+from lmdeploy.kvx import abi, check, library
+from lmdeploy.kvx.arrays import DTYPES
 
 _NONE = ["none", "none"]
 
@@ -79,7 +80,7 @@ def _mode(name: str) -> abi.TmMode:
 
 def _describe(identity: dict[str, Any], pair: Sequence[str], *, window16: bool) -> abi.TmLayer:
     """Return a layer with the sizes of its own blocks and without memory."""
-    dtype = adapters.DTYPES[identity["dtype"]]
+    dtype = DTYPES[identity["dtype"]]
     # As MakeLayerGroups does: blocks have offsets if their keys are quantized after all are known.
     is_written = window16 or identity["recent_tokens"] < 0
     has_offset = "k_offset" in identity and not is_written

@@ -29,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTATIONS = Path(__file__).with_name("mutations.yaml")
 CUDA = Path("src/turbomind/backend/cuda")
 TESTS = Path("tests/cpp/cuda")
-LIBRARIES = "cuda_shim engine doctest_main cuda_host model cpu ops kv core"  # in link order
+# In link order.
+LIBRARIES = (
+    "cuda_shim kvx_parts kv_cache engine doctest_main cuda_host cuda_loader model cpu ops kv core"
+)
 TURN_SIZE = 4
 COMPILE_LIMIT_S = 600
 TEST_LIMIT_S = 300

@@ -3,6 +3,7 @@
 #include "kvx/kvx_abi.h"
 #include "kvx/kvx_launch.h"
 #include "kvx/kvx_turbomind.h"
+#include "kvx/src/gpu.h"
 #include "kvx/src/quantized.h"
 #include "kvx/src/status.h"
 #include "kvx/src/transfer.h"
@@ -43,13 +44,13 @@ kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache) {
 }
 
 kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
-                          void* /*stream*/) {
-  return kvx::StatusOf([&] { kvx::WriteKv(cache, write); });
+                          void* stream) {
+  return kvx::StatusOf([&] { kvx::WriteKv(cache, write, stream); });
 }
 
 kvx_status_t kvx_gather_kv(const kvx_cache_desc_t* cache, const kvx_gather_desc_t* gather,
-                           void* /*stream*/) {
-  return kvx::StatusOf([&] { kvx::GatherKv(cache, gather); });
+                           void* stream) {
+  return kvx::StatusOf([&] { kvx::GatherKv(cache, gather, stream); });
 }
 
 kvx_status_t kvx_launch_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
@@ -75,6 +76,10 @@ kvx_status_t kvx_launch_gather_kv(const kvx_cache_desc_t* cache, const kvx_gathe
 kvx_status_t kvx_tm_negotiate(uint32_t major, uint32_t minor) {
   const bool is_known = major == KVX_TM_VERSION_MAJOR && minor <= KVX_TM_VERSION_MINOR;
   return is_known ? KVX_STATUS_OK : KVX_STATUS_INCOMPATIBLE;
+}
+
+kvx_status_t kvx_tm_wait_stream(void* stream, void* other) {
+  return kvx::StatusOf([&] { kvx::WaitForStream(stream, other); });
 }
 
 kvx_status_t kvx_tm_describe(kvx_tm_layer_t* layer) {

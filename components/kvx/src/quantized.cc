@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kvx/src/jobs.h"
 #include "kvx/src/rows.h"
 #include "kvx/src/tables.h"
 #include "kvx/src/validate.h"
@@ -182,6 +183,12 @@ class IoRows {
   int64_t row_bytes_;
 };
 
+void RequireHost(const kvx_memory_type_t& layer, const kvx_kv_io_desc_t& io) {
+  for (const kvx_memory_type_t* memory : {&layer, &io.key.memory, &io.value.memory}) {
+    Require(Raw(*memory) == KVX_MEMORY_HOST, KVX_STATUS_UNSUPPORTED);
+  }
+}
+
 // Returns the dtype of an IO tensor.
 int FloatDtype(const kvx_tensor_desc_t& io) {
   Require(IsFloat(Raw(io.dtype)), KVX_STATUS_UNSUPPORTED);
@@ -237,12 +244,12 @@ void WriteQuantized(const kvx_tm_layer_t* layer, const kvx_write_desc_t* write) 
   const KvLayerView view = ViewOf(layer);
   const Counts counts = CountsOf(*layer);
   CheckWrite(write, counts);
-  RequireHost(layer->memory);
+  RequireHost(layer->memory, write->io);
   Require(!HasOffsets(*layer), KVX_STATUS_UNSUPPORTED);
   const Side sides[2] = {{*layer, view, KvSide::kK}, {*layer, view, KvSide::kV}};
   const kvx_tensor_desc_t* const io[2] = {&write->io.key, &write->io.value};
   const int dtypes[2] = {FloatDtype(*io[0]), FloatDtype(*io[1])};
-  const Slots slots(write->slots, counts);
+  const Slots slots(SlotsOf(write->slots), write->io.num_tokens, counts);
   for (const KvSide side : {KvSide::kK, KvSide::kV}) {
     const int s = static_cast<int>(side);
     const IoRows rows(*io[s], dtypes[s], view);
@@ -259,12 +266,15 @@ void GatherQuantized(const kvx_tm_layer_t* layer, const kvx_gather_desc_t* gathe
   const KvLayerView view = ViewOf(layer);
   const Counts counts = CountsOf(*layer);
   CheckGather(gather, counts);
-  RequireHost(layer->memory);
+  RequireHost(layer->memory, gather->io);
   const Side sides[2] = {{*layer, view, KvSide::kK}, {*layer, view, KvSide::kV}};
   const kvx_tensor_desc_t* const io[2] = {&gather->io.key, &gather->io.value};
   const int dtypes[2] = {FloatDtype(*io[0]), FloatDtype(*io[1])};
   Require(Raw(gather->block_table.format) != KVX_BLOCK_TABLE_KV_OFFSETS, KVX_STATUS_UNSUPPORTED);
-  const Tables tables(*gather, counts, false);
+  turbomind::RowGather places;
+  places.shape = counts;
+  places.table = TableOf(*gather);
+  const Tables tables(places);
   for (const KvSide side : {KvSide::kK, KvSide::kV}) {
     const int s = static_cast<int>(side);
     const IoRows rows(*io[s], dtypes[s], view);

@@ -14,10 +14,6 @@ bool IsIndex(const kvx_dtype_t& dtype) {
   return Raw(dtype) == KVX_DTYPE_S32 || Raw(dtype) == KVX_DTYPE_S64;
 }
 
-bool IsAligned(const void* data, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(bytes) == 0;
-}
-
 // Throws Refusal if the product does not fit.
 int64_t Product(int64_t a, int64_t b) {
   int64_t product = 0;
@@ -135,7 +131,6 @@ void CheckIoTensor(const kvx_tensor_desc_t& tensor, const kvx_kv_io_desc_t& io,
   const bool is_dense = IsRowMajor(dims.data(), static_cast<int>(tensor.ndim));
   Require(is_dense || io.num_tokens == 0, KVX_STATUS_UNSUPPORTED);
   Require(IsAligned(tensor.data, ElementBytes(dtype)), KVX_STATUS_UNSUPPORTED);
-  RequireHost(tensor.memory);
 }
 
 void CheckIo(const kvx_kv_io_desc_t& io, const Counts& counts, std::array<int64_t, 2> first_dims) {
@@ -177,6 +172,10 @@ void CheckTable(const kvx_block_table_t& table, const Counts& counts) {
 
 }  // namespace
 
+bool IsAligned(const void* data, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(bytes) == 0;
+}
+
 bool IsFp8(int dtype) { return dtype == KVX_DTYPE_F8_E4M3 || dtype == KVX_DTYPE_F8_E5M2; }
 
 bool IsFloat(int dtype) {
@@ -187,10 +186,6 @@ int64_t ElementBytes(int dtype) { return IsFp8(dtype) ? 1 : (dtype == KVX_DTYPE_
 
 void CheckMemoryType(const kvx_memory_type_t& memory) {
   Require(Raw(memory) >= KVX_MEMORY_UNKNOWN && Raw(memory) <= KVX_MEMORY_UNIFIED);
-}
-
-void RequireHost(const kvx_memory_type_t& memory) {
-  Require(Raw(memory) == KVX_MEMORY_HOST, KVX_STATUS_UNSUPPORTED);
 }
 
 Counts CheckCache(const kvx_cache_desc_t* cache) {
@@ -205,11 +200,6 @@ Counts CheckCache(const kvx_cache_desc_t* cache) {
   CheckCacheTensor(cache->k, counts);
   CheckCacheTensor(cache->v, counts);
   return counts;
-}
-
-void RequireHostCache(const kvx_cache_desc_t& cache) {
-  RequireHost(cache.k.memory);
-  RequireHost(cache.v.memory);
 }
 
 void CheckPool(const kvx_cache_desc_t& cache, const Counts& counts) {
@@ -228,7 +218,6 @@ void CheckPool(const kvx_cache_desc_t& cache, const Counts& counts) {
                             IsAligned(pool.primary, element) && IsAligned(pool.secondary, element);
     Require(is_aligned, KVX_STATUS_UNSUPPORTED);
   }
-  RequireHost(pool.memory);
 }
 
 bool CheckScales(const kvx_scale_desc_t& scales, const Counts& counts) {

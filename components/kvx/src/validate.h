@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kvx/kvx_abi.h"
+#include "turbomind/backend/row_transfer.h"
 
 namespace kvx {
 
@@ -31,26 +32,18 @@ int Raw(const Enum& value) {
   return raw;
 }
 
-// The counts of a cache, all positive.
-struct Counts {
-  int64_t blocks = 0;
-  int64_t block_size = 0;
-  int64_t heads = 0;
-  int64_t head_dim = 0;
+using Counts = turbomind::PagedShape;
 
-  int64_t num_slots() const { return blocks * block_size; }
-};
-
+bool IsAligned(const void* data, int64_t bytes);
 bool IsFp8(int dtype);
 bool IsFloat(int dtype);  // F16, BF16 or F32
 // Returns the size of a dtype of cache or IO tensors. REQUIRES: it is one of them.
 int64_t ElementBytes(int dtype);
 
 // Throw Refusal.
-void RequireHost(const kvx_memory_type_t& memory);
 void CheckMemoryType(const kvx_memory_type_t& memory);
-Counts CheckCache(const kvx_cache_desc_t* cache);  // its memory may be of any type
-void RequireHostCache(const kvx_cache_desc_t& cache);
+// Memory may be of any type, except that a job's has one kind (jobs.h).
+Counts CheckCache(const kvx_cache_desc_t* cache);
 void CheckWrite(const kvx_write_desc_t* write, const Counts& counts);
 void CheckGather(const kvx_gather_desc_t* gather, const Counts& counts);
 // Checks what KV_OFFSETS adds to a cache.

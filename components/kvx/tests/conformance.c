@@ -274,7 +274,204 @@ static void test_slots(void) {
   CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_OK);
 }
 
+/* Device memory. Every test above has its counterpart here, with tables in device memory too. */
+#ifdef KVX_TEST_DEVICE
+
+#include "kvx/tests/device_memory.h"
+
+enum { MAX_COPIES = 64 };
+static void* copies[MAX_COPIES];
+static int num_copies;
+
+static void* device_copy(const void* host, size_t num_bytes) {
+  void* const memory = kvx_test_allocate(num_bytes);
+  kvx_test_copy(memory, host, num_bytes, NULL);
+  copies[num_copies++] = memory;
+  return memory;
+}
+
+static void free_copies(void) {
+  while (num_copies > 0) {
+    kvx_test_free(copies[--num_copies]);
+  }
+}
+
+static void move_to_device(kvx_tensor_desc_t* tensor, size_t num_bytes, kvx_memory_type_t memory) {
+  tensor->data = device_copy(tensor->data, num_bytes);
+  tensor->memory = memory;
+}
+
+static void move_io(kvx_kv_io_desc_t* io, kvx_memory_type_t memory) {
+  const size_t num_bytes = (size_t)io->num_tokens * ROW * sizeof(float);
+  move_to_device(&io->key, num_bytes, memory);
+  move_to_device(&io->value, num_bytes, memory);
+}
+
+static kvx_cache_desc_t device_cache(kvx_layout_t layout, kvx_memory_type_t memory) {
+  kvx_cache_desc_t cache = cache_of(layout);
+  move_to_device(&cache.k, sizeof(k_memory), memory);
+  move_to_device(&cache.v, sizeof(v_memory), memory);
+  return cache;
+}
+
+static kvx_write_desc_t device_write(float* key, float* value, const int64_t* slots,
+                                     kvx_memory_type_t memory) {
+  kvx_write_desc_t write = write_of(key, value, slots, TOKENS);
+  move_io(&write.io, memory);
+  write.slots.slots = device_copy(slots, TOKENS * sizeof(*slots));
+  return write;
+}
+
+static kvx_gather_desc_t device_gather(float* key, float* value, kvx_memory_type_t memory) {
+  kvx_gather_desc_t gather = gather_of(key, value);
+  move_io(&gather.io, memory);
+  gather.block_table.indices = device_copy(gather.block_table.indices, 2 * sizeof(int32_t));
+  gather.seq_lens.lengths = device_copy(gather.seq_lens.lengths, sizeof(int64_t));
+  return gather;
+}
+
+/* Whether a row on the device begins with a value. */
+static int begins_with(const kvx_tensor_desc_t* rows, int row, float wanted, void* stream) {
+  float got = 0;
+  kvx_test_copy(&got, (const float*)rows->data + row * ROW, sizeof(got), stream);
+  return got == wanted;
+}
+
+static float key[TOKENS * ROW];
+static float value[TOKENS * ROW];
+
+static void fill_rows(void) {
+  int i;
+  for (i = 0; i < TOKENS * ROW; ++i) {
+    key[i] = (float)i + 1;
+    value[i] = -(float)i - 1;
+  }
+  memset(k_memory, 0, sizeof(k_memory));
+  memset(v_memory, 0, sizeof(v_memory));
+}
+
+static void test_device_layouts(void) {
+  static const kvx_layout_t layouts[] = {KVX_LAYOUT_BLOCK_NHD, KVX_LAYOUT_BLOCK_HND,
+                                         KVX_LAYOUT_BLOCK_HND_PACKED, KVX_LAYOUT_BLOCK_CUSTOM};
+  /* The tokens of gather_of, but one. Slots outside of the cache are left out, too. */
+  static const int64_t slots[TOKENS] = {8, -1, 10, BLOCKS * BLOCK_SIZE, 0};
+  static float empty[TOKENS * ROW];
+  void* const streams[] = {NULL, kvx_test_make_stream()};
+  int i;
+  fill_rows();
+  for (i = 0; i < 4; ++i) {
+    void* const stream = streams[i % 2];
+    const kvx_memory_type_t memory = i < 2 ? KVX_MEMORY_DEVICE : KVX_MEMORY_UNIFIED;
+    const kvx_cache_desc_t cache = device_cache(layouts[i], memory);
+    const kvx_write_desc_t write = device_write(key, value, slots, memory);
+    const kvx_gather_desc_t gather = device_gather(empty, empty, memory);
+    int token;
+    CHECK(kvx_launch_write_kv(&cache, &write, stream) == KVX_STATUS_OK);
+    CHECK(kvx_launch_gather_kv(&cache, &gather, stream) == KVX_STATUS_OK);
+    for (token = 0; token < TOKENS; ++token) {
+      const int is_hole = token == 1 || token == 3;
+      const float wanted = is_hole ? 0 : key[token * ROW];
+      CHECK(begins_with(&gather.io.key, token, wanted, stream));
+      CHECK(begins_with(&gather.io.value, token, -wanted, stream));
+    }
+    free_copies();
+  }
+  kvx_test_free_stream(streams[1]);
+}
+
+static void test_device_tables(void) {
+  static const int32_t ragged[] = {2, 1, 2, 2, BLOCKS}; /* the last one does not exist */
+  static const int64_t indptr[] = {0, TOKENS};
+  static const int32_t offsets[] = {2, INT32_MIN, 1, 1}; /* K: block 2, then 0 of the second pool */
+  static float empty[TOKENS * ROW];
+  kvx_cache_desc_t cache;
+  kvx_gather_desc_t gather;
+  int i;
+  for (i = 0; i < VALUES; ++i) {
+    k_memory[i] = (float)i;
+    v_memory[i] = (float)i + 1000;
+  }
+  cache = device_cache(KVX_LAYOUT_BLOCK_NHD, KVX_MEMORY_DEVICE);
+  gather = device_gather(empty, empty, KVX_MEMORY_DEVICE);
+  gather.block_table.format = KVX_BLOCK_TABLE_RAGGED;
+  gather.block_table.indices = device_copy(ragged, sizeof(ragged));
+  gather.block_table.indices_count = TOKENS;
+  gather.block_table.indptr_dtype = KVX_DTYPE_S64;
+  gather.block_table.indptr = device_copy(indptr, sizeof(indptr));
+  gather.block_table.indptr_count = 2;
+  CHECK(kvx_gather_kv(&cache, &gather, NULL) == KVX_STATUS_OK);
+  CHECK(begins_with(&gather.io.key, 0, (2 * BLOCK_SIZE + 0) * ROW, NULL));
+  CHECK(begins_with(&gather.io.key, 1, (1 * BLOCK_SIZE + 1) * ROW, NULL));
+  CHECK(begins_with(&gather.io.value, 3, (2 * BLOCK_SIZE + 3) * ROW + 1000, NULL));
+  CHECK(begins_with(&gather.io.key, 4, 0, NULL));
+
+  gather = device_gather(empty, empty, KVX_MEMORY_DEVICE);
+  gather.block_table.format = KVX_BLOCK_TABLE_KV_OFFSETS;
+  gather.block_table.indices = device_copy(offsets, sizeof(offsets));
+  gather.block_table.indices_count = 4;
+  gather.block_table.flags = KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX;
+  cache.pool.size = sizeof(cache.pool);
+  cache.pool.memory = KVX_MEMORY_DEVICE;
+  cache.pool.bytes_per_block = BLOCK_SIZE * ROW * sizeof(float);
+  cache.pool.primary = cache.k.data;
+  cache.pool.secondary = cache.v.data;
+  CHECK(kvx_gather_kv(&cache, &gather, NULL) == KVX_STATUS_OK);
+  CHECK(begins_with(&gather.io.key, 0, 2 * BLOCK_SIZE * ROW, NULL));
+  CHECK(begins_with(&gather.io.key, 4, 1000, NULL));
+  CHECK(begins_with(&gather.io.value, 4, 1 * BLOCK_SIZE * ROW, NULL));
+  cache.pool.memory = KVX_MEMORY_HOST;
+  CHECK(kvx_gather_kv(&cache, &gather, NULL) == KVX_STATUS_UNSUPPORTED);
+  free_copies();
+}
+
+static void test_device_refusals(void) {
+  static const int64_t slots[TOKENS] = {8, 9, 10, 11, 0};
+  kvx_cache_desc_t cache;
+  kvx_write_desc_t right;
+  kvx_write_desc_t write;
+  fill_rows();
+  cache = device_cache(KVX_LAYOUT_BLOCK_NHD, KVX_MEMORY_DEVICE);
+  right = device_write(key, value, slots, KVX_MEMORY_DEVICE);
+  write = right;
+  write.io.value.memory = KVX_MEMORY_HOST; /* one kind in a call */
+  CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_UNSUPPORTED);
+  write.io.value.memory = KVX_MEMORY_UNKNOWN;
+  CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_UNSUPPORTED);
+  write = right;
+  write.slots.slots = slots; /* in host memory */
+  CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_INVALID_ARGUMENT);
+  write = right;
+  write.io.key.data = key;
+  CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_INVALID_ARGUMENT);
+  write = right;
+  write.slots.slots = (const char*)right.slots.slots + 1; /* not aligned */
+  CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_UNSUPPORTED);
+  write = right;
+  write.slots.token_count = write.io.num_tokens = 0;
+  write.io.key.shape[0] = write.io.value.shape[0] = 0;
+  CHECK(kvx_write_kv(&cache, &write, NULL) == KVX_STATUS_OK);
+  CHECK(begins_with(&cache.k, 8, 0, NULL)); /* nothing has changed */
+  right.io.key.memory = KVX_MEMORY_UNIFIED; /* goes with DEVICE */
+  CHECK(kvx_write_kv(&cache, &right, NULL) == KVX_STATUS_OK);
+  CHECK(begins_with(&cache.k, 8, 1, NULL));
+  CHECK(kvx_tm_wait_stream(NULL, NULL) == KVX_STATUS_OK);
+  free_copies();
+}
+
+static void test_devices(void) {
+  test_device_layouts();
+  test_device_tables();
+  test_device_refusals();
+}
+
+#else
+
+static void test_devices(void) {}
+
+#endif
+
 int main(void) {
+  test_devices();
   test_version();
   test_sizes();
   test_layouts();

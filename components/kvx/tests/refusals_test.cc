@@ -4,12 +4,14 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
 #include <string>
 #include <thread>
 
+#include "kvx/kvx_turbomind.h"
 #include "kvx/src/status.h"
 #include "kvx/tests/kvx_fixture.h"
 
@@ -40,6 +42,11 @@ void UseOffsets(Fixture& f, uint32_t flags = KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX) 
   f.cache.pool = {sizeof(f.cache.pool), KVX_MEMORY_HOST, 2 * 4 * 2 * 16, f.k.data(), nullptr};
 }
 
+void UseMemory(Fixture& f, kvx_kv_io_desc_t& io, kvx_memory_type_t memory) {
+  f.cache.k.memory = f.cache.v.memory = memory;
+  io.key.memory = io.value.memory = memory;
+}
+
 const Case kOfWrite[] = {
     {"size", kInvalid, [](Fixture& f) { f.write.size -= 1; }},
     {"size of io", kInvalid, [](Fixture& f) { f.write.io.size -= 1; }},
@@ -68,6 +75,10 @@ const Case kOfWrite[] = {
     {"negative stride", kUnsupported, [](Fixture& f) { f.cache.k.stride[1] = -64; }},
     {"device memory", kUnsupported, [](Fixture& f) { f.cache.k.memory = KVX_MEMORY_DEVICE; }},
     {"unified rows", kUnsupported, [](Fixture& f) { f.write.io.key.memory = KVX_MEMORY_UNIFIED; }},
+    {"unknown memory", kUnsupported,
+     [](Fixture& f) { UseMemory(f, f.write.io, KVX_MEMORY_UNKNOWN); }},
+    {"device memory without a CUDA library", kUnsupported,
+     [](Fixture& f) { UseMemory(f, f.write.io, KVX_MEMORY_DEVICE); }},
     {"alignment", kUnsupported,
      [](Fixture& f) { f.cache.k.data = static_cast<char*>(f.cache.k.data) + 1; }},
     {"FP8 rows", kUnsupported, [](Fixture& f) { f.write.io.key.dtype = KVX_DTYPE_F8_E4M3; }},
@@ -102,6 +113,12 @@ const Case kOfGather[] = {
        f.gather.block_table.max_blocks_per_seq = 1;
        f.gather.block_table.indices_count = 2;
      }},
+    {"device memory of the cache alone", kUnsupported,
+     [](Fixture& f) { f.cache.k.memory = f.cache.v.memory = KVX_MEMORY_DEVICE; }},
+    {"device memory without a CUDA library", kUnsupported,
+     [](Fixture& f) { UseMemory(f, f.gather.io, KVX_MEMORY_DEVICE); }},
+    {"unified memory without a CUDA library", kUnsupported,
+     [](Fixture& f) { UseMemory(f, f.gather.io, KVX_MEMORY_UNIFIED); }},
     {"FP8 cache", kUnsupported, [](Fixture& f) { f.cache.v.dtype = KVX_DTYPE_F8_E5M2; }},
     {"dtype of indices", kInvalid,
      [](Fixture& f) { f.gather.block_table.index_dtype = KVX_DTYPE_U32; }},
@@ -143,6 +160,7 @@ const Case kOfGather[] = {
 };
 
 TEST_CASE("an error of a write has its status and changes nothing") {
+  setenv("LMDEPLOY_CUDA_LIBRARY", "/no/library", 1);
   CHECK(kvx_write_kv(nullptr, nullptr, nullptr) == kInvalid);
   for (const Case& c : kOfWrite) {
     CAPTURE(std::string(c.name));
@@ -155,6 +173,7 @@ TEST_CASE("an error of a write has its status and changes nothing") {
 }
 
 TEST_CASE("an error of a gather has its status and changes nothing") {
+  setenv("LMDEPLOY_CUDA_LIBRARY", "/no/library", 1);
   for (const Case& c : kOfGather) {
     CAPTURE(std::string(c.name));
     Fixture f;
@@ -208,6 +227,7 @@ void RestorePointers(const Fixture& f, kvx_cache_desc_t& cache, kvx_write_desc_t
 }
 
 TEST_CASE("random fields in descriptors never lead outside of the memory") {
+  setenv("LMDEPLOY_CUDA_LIBRARY", "/no/library", 1);
   constexpr int kCases = 100000;
   std::mt19937 random(7);
   Fixture f;
@@ -243,6 +263,11 @@ TEST_CASE("random fields in descriptors never lead outside of the memory") {
     accepted += kvx_gather_kv(&cache, &gather, nullptr) == KVX_STATUS_OK;
   }
   CHECK(accepted > kCases / 10);
+}
+
+TEST_CASE("streams need the CUDA library") {
+  setenv("LMDEPLOY_CUDA_LIBRARY", "/no/library", 1);
+  CHECK(kvx_tm_wait_stream(nullptr, nullptr) == kUnsupported);
 }
 
 TEST_CASE("every exception becomes a status") {

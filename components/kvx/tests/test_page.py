@@ -1,4 +1,4 @@
-"""Tests of README.md: its programs compile, run and print what the page says."""
+"""Tests of README.md and docs/kvx.md: their programs compile, run and print what the pages say."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
+GPU_PAGE = PAGE.parents[2] / "docs/kvx.md"
+GPU_STREAM = "torch.cuda.current_stream().cuda_stream"
 
 
-def code(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
+def code(language: str, *, page: Path = PAGE) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
     return str(found)
 
 
@@ -31,6 +33,15 @@ def test_c_program_prints_what_the_page_says(tmp_path: Path) -> None:
 
 def test_python_program_prints_what_the_page_says() -> None:
     program = code("python")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"# {done.stdout}" in program
+
+
+def test_program_for_a_gpu_prints_the_same_in_host_memory() -> None:
+    program = code("python", page=GPU_PAGE)
+    assert program.count('"cuda"') == 4 and GPU_STREAM in program
+    program = program.replace(GPU_STREAM, "None").replace('"cuda"', '"cpu"')
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"# {done.stdout}" in program

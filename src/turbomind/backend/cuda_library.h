@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/backend/row_transfer.h"
 #include "turbomind/core/device_capability.h"
 
 namespace turbomind {
@@ -75,6 +76,13 @@ struct CudaLibrary {
   void (*list)(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept;
   // The caller deletes the device. Null on failure.
   Device* (*make_device)(int gpu, const CudaDeviceOptions& options, std::string* why) noexcept;
+  // Queue a transfer on a cudaStream_t and return before it has run; null is the default stream.
+  // All memory, that of tables and scales too, is accessible to the GPU that has the cache. Several
+  // threads may call at once. Rows with a bad slot, entry, length or scale are left as they were.
+  TransferResult (*write_rows)(const RowWrite& write, void* stream) noexcept;
+  TransferResult (*gather_rows)(const RowGather& gather, void* stream) noexcept;
+  // Let the later work of a stream wait for the work that another one has.
+  TransferResult (*wait_stream)(void* stream, void* other) noexcept;
 };
 
 using GetCudaLibrary = const CudaLibrary* (*)();

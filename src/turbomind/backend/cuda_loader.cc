@@ -119,6 +119,16 @@ std::string OfGpu(int ordinal, const std::string& why) {
 
 const char* CudaStamp() { return TM_CUDA_STAMP " " TM_STANDARD_LIBRARY; }
 
+const CudaLibrary* FindCudaLibrary(std::string* why_none) {
+  const std::lock_guard lock(Mutex());
+  std::string why;
+  const CudaLibrary* const library = Library(&why);
+  if (why_none != nullptr) {
+    *why_none = library == nullptr ? why : "";
+  }
+  return library;
+}
+
 std::vector<CudaDeviceInfo> CudaDevices(std::string* why_none) {
   const std::lock_guard lock(Mutex());
   std::string why;

@@ -22,6 +22,9 @@ std::vector<CudaDeviceInfo> CudaDevices(std::string* why_none = nullptr);
 // the GPU cannot be used.
 std::shared_ptr<Device> MakeCudaDevice(int ordinal, const CudaDeviceOptions& options);
 
+// Returns the library, or null: then `why_none` gives the reason in one line.
+const CudaLibrary* FindCudaLibrary(std::string* why_none = nullptr);
+
 // Returns the stamp that the library must have.
 const char* CudaStamp();
 

@@ -10,6 +10,7 @@
 #include "turbomind/core/function_ref.h"
 #include "turbomind/kv/kv_format.h"
 #include "turbomind/ops/checkpoint_params.h"
+#include "turbomind/ops/copy_heads.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/recurrent_params.h"
 #include "turbomind/ops/tuning.h"
@@ -54,6 +55,14 @@ class Device : public DeviceMemory {
   virtual void RunStep(const StepParams& step, FunctionRef<void()> ops) {
     static_cast<void>(step);
     ops();
+  }
+
+  // Runs `work` in the order of a stream of the caller, on CUDA a cudaStream_t (null: the default
+  // stream): the ops of `work` follow what the stream has to do, and what it gets later follows
+  // them. The calling thread's current GPU stays the same.
+  virtual void RunInOrderOf(void* stream, FunctionRef<void()> work) {
+    static_cast<void>(stream);
+    work();
   }
 
   // Runs fn(item, thread) for every item in [0, num_items): independent host work of a step, such
@@ -111,6 +120,8 @@ class Device : public DeviceMemory {
     GroupRows(params.rows);
   }
   virtual void CombineExperts(const CombineExpertsParams& params) = 0;
+  // Throws InvalidArgument for an array outside of the device's memory, if it can tell.
+  virtual void CopyHeads(const CopyHeadsParams& params) { CopyHeadsOnHost(*this, params); }
   virtual void WriteKv(const WriteKvParams& params) = 0;
   virtual void QuantizeBlocks(const QuantizeBlocksParams& params) = 0;
   virtual void FlattenKV(const FlattenKVParams& params) = 0;

@@ -38,6 +38,10 @@ class ForwardingDevice : public Device {
   void RunStep(const StepParams& step, FunctionRef<void()> ops) override {
     device_->RunStep(step, ops);
   }
+  void RunInOrderOf(void* stream, FunctionRef<void()> work) override {
+    device_->RunInOrderOf(stream, work);
+  }
+  void CopyHeads(const CopyHeadsParams& params) override { device_->CopyHeads(params); }
   int num_host_threads() const override { return device_->num_host_threads(); }
   void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
     device_->ForEachOnHost(num_items, fn);

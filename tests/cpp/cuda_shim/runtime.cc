@@ -6,6 +6,7 @@
 //   memory=BYTES   a small GPU
 //   busy           a GPU that another process has for itself
 //   no_kernels     a GPU for which this build has no kernels
+//   second         memory that is allocated meanwhile belongs to another GPU
 //   lost=PATH      a GPU that fails once the file PATH exists: launches and copies still return,
 //   but do
 //                  nothing. The next call that waits reports the error, and so does every call
@@ -53,11 +54,14 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 constexpr size_t kMemoryBytes = size_t{4} << 30;
+// Larger allocations end in memory that the machine need not have.
+constexpr size_t kMaxPoisonedBytes = size_t{1} << 30;
 constexpr int kPoison = 0xff;  // NaN as a float, and far out of range as an index
 
 struct Allocation {
   size_t num_bytes;
   std::unique_ptr<cuda_shim::Buffer> buffer;
+  int gpu = 0;
 };
 
 struct Gpu {
@@ -121,7 +125,7 @@ void Wait(const char* call) {
 
 void RunOrRecord(Stream stream, const char* call, std::function<void()> work) {
   Queue(call);
-  if (stream->recorded != nullptr) {
+  if (stream != nullptr && stream->recorded != nullptr) {
     stream->recorded->push_back(std::move(work));
   } else if (!IsLost() && !HasBegun("hung")) {
     work();
@@ -197,9 +201,11 @@ void* AllocateGpu(size_t num_bytes) {
     throw GpuIsFull(num_bytes, MemoryBytes() - gpu.used_bytes);
   }
   void* memory = Allocate(num_bytes);
-  std::memset(memory, Fault("idle") ? 0 : kPoison, num_bytes);
-  gpu.allocations[memory] = {num_bytes, std::make_unique<cuda_shim::Buffer>(
-                                            memory, num_bytes, cuda_shim::Buffer::kReadWrite)};
+  std::memset(memory, Fault("idle") ? 0 : kPoison, std::min(num_bytes, kMaxPoisonedBytes));
+  gpu.allocations[memory] = {
+      num_bytes,
+      std::make_unique<cuda_shim::Buffer>(memory, num_bytes, cuda_shim::Buffer::kReadWrite),
+      Fault("second") ? 1 : 0};
   gpu.used_bytes += num_bytes;
   return memory;
 }
@@ -211,6 +217,18 @@ void FreeGpu(void* memory) noexcept {
   gpu.used_bytes -= found->second.num_bytes;
   gpu.allocations.erase(found);
   std::free(memory);
+}
+
+int GpuOf(const void* address) {
+  Queue("cudaPointerGetAttributes");
+  const auto& allocations = TheGpu().allocations;
+  auto after = allocations.upper_bound(const_cast<void*>(address));
+  if (after == allocations.begin()) {
+    return kNoGpu;
+  }
+  --after;
+  const char* const end = static_cast<const char*>(after->first) + after->second.num_bytes;
+  return static_cast<const char*>(address) < end ? after->second.gpu : kNoGpu;
 }
 
 void* AllocatePinned(size_t num_bytes) {
@@ -230,10 +248,14 @@ void OverlapLaunches(Stream stream, bool overlap) { stream->overlaps = overlap; 
 bool LaunchesOverlap(Stream stream) { return stream->overlaps; }
 
 void Synchronize(Stream stream) {
-  stream->is_spoilt = stream->recorded != nullptr;
-  Check(stream->recorded == nullptr, "Synchronize must not be called while a graph is recorded");
+  if (stream != nullptr) {
+    stream->is_spoilt = stream->recorded != nullptr;
+    Check(stream->recorded == nullptr, "Synchronize must not be called while a graph is recorded");
+  }
   Wait("waiting for kernels and copies");
 }
+
+void WaitForStream(Stream, Stream) { Queue("cudaStreamWaitEvent"); }
 
 void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
   RunOrRecord(stream, "a copy", [=] {

@@ -50,6 +50,11 @@ else:
     print(f"[doctest] test cases: {{len(ran)}} | ran {{ran}}")
     sys.exit(int(os.environ.get("BAD_CASE", "0")) in ran)
 """
+KVX = f"""#!{sys.executable}
+import os, sys
+print("ran", os.path.basename(sys.argv[0]))
+sys.exit(int(os.environ.get("BAD_KVX", "0")))
+"""
 # Runs bench_gpu.py, and notes the arguments of the programs that need a real GPU.
 PYTHON = f"""#!{sys.executable}
 import os, subprocess, sys
@@ -77,6 +82,8 @@ class Check:
         (self.build / "libturbomind_cuda.so").touch()
         write_program(self.build / "device_bench", DEVICE_BENCH)
         write_program(self.build / "gpu_ops_test", OPS_TEST)
+        for name in ("kvx_device_c", "kvx_device_cpp"):
+            write_program(self.build / name, KVX)
         write_program(folder / "python", PYTHON)
         for name in ("llama-3-8b", "gpt-oss-20b"):
             (self.models / name).mkdir(parents=True)
@@ -114,6 +121,7 @@ def test_all_parts_run_in_order_within_six_minutes(check: Check) -> None:
     assert status == 0 and " ".join(summary) == order
     limits = [int(seconds) for seconds in re.findall(r"^== \w+, at most (\d+) s$", output, re.M)]
     assert len(limits) == len(summary) and sum(limits) <= 360
+    assert "ran kvx_device_c\n" in output and "ran kvx_device_cpp\n" in output
     ran = re.findall(r"ran \[([\d, ]+)\]", output)
     assert len(ran) > 5 and [int(x) for share in ran for x in share.split(",")] == [*range(1, 31)]
     started = re.findall(r"^started: (.*)$", output, re.M)
@@ -141,7 +149,12 @@ def test_missing_models_and_packages_are_said_in_one_line(check: Check) -> None:
 
 @pytest.mark.parametrize(
     ("part", "bad"),
-    [("conformance", "BAD_CASE"), ("generation", "BAD_BENCH"), ("server", "BAD_BENCH")],
+    [
+        ("conformance", "BAD_CASE"),
+        ("conformance", "BAD_KVX"),
+        ("generation", "BAD_BENCH"),
+        ("server", "BAD_BENCH"),
+    ],
 )
 def test_failing_part_is_reported_and_the_next_runs(check: Check, part: str, bad: str) -> None:
     status, _, summary = check.run(part, "tuner", **{bad: "7"})

@@ -8,7 +8,8 @@
  * bits.
  *
  * Functions are stateless, run in the caller's thread, keep no pointer and change nothing if they
- * return an error. Threads may call them at once unless they write to the same rows.
+ * return an error. Threads may call them at once unless they write to the same rows. Memory of a
+ * GPU must stay valid until its stream has done the work.
  */
 
 #include <stddef.h>
@@ -33,7 +34,7 @@ typedef enum kvx_status {
   KVX_STATUS_UNSUPPORTED = 2,      /* the descriptor is right, but this library cannot do it */
   KVX_STATUS_OUT_OF_RANGE = 3,     /* a slot, a block id or a length lies outside */
   KVX_STATUS_INCOMPATIBLE = 4,     /* another major version */
-  KVX_STATUS_INTERNAL_ERROR = 5    /* a bug in the library */
+  KVX_STATUS_INTERNAL_ERROR = 5    /* a bug in the library, or an error of the GPU's driver */
 } kvx_status_t;
 
 typedef enum kvx_dtype {
@@ -50,7 +51,18 @@ typedef enum kvx_dtype {
   KVX_DTYPE_U8 = 10
 } kvx_dtype_t;
 
-/* This library reads and writes HOST memory. It returns UNSUPPORTED for the others. */
+/* Where the memory of a call is. The tensors and the pool of a call are all HOST, or all DEVICE or
+ * UNIFIED; other mixtures and UNKNOWN are UNSUPPORTED.
+ *
+ * Work on DEVICE and UNIFIED memory is queued on the caller's CUDA stream, and nothing waits for
+ * it. Slots, tables, lengths and scales are then read by the GPU too. They lie in memory that it
+ * can access, and are aligned to an element, else UNSUPPORTED. Nothing checks their contents before
+ * a kernel reads them. A row with a slot, a block, a length or a scale that the host would refuse
+ * is left as it was, and the call returns OK. If slots repeat, any of their rows is stored.
+ *
+ * UNSUPPORTED is also returned if the CUDA library libturbomind_cuda.so is not found beside this
+ * one or does not fit, and if memory of one call belongs to several GPUs. Memory that no GPU can
+ * access is INVALID_ARGUMENT. UNIFIED is managed or pinned memory. */
 typedef enum kvx_memory_type {
   KVX_MEMORY_UNKNOWN = 0,
   KVX_MEMORY_HOST = 1,
@@ -235,7 +247,8 @@ KVX_API kvx_status_t kvx_get_version(kvx_version_t* out_version);
 /* Checks a cache without access to its memory. */
 KVX_API kvx_status_t kvx_validate_cache_desc(const kvx_cache_desc_t* cache);
 
-/* Stores rows in the slots of a cache. `stream` is ignored: the call has ended when it returns. */
+/* Stores rows in the slots of a cache. `stream` is a cudaStream_t, and NULL is CUDA's default
+ * stream. Of HOST memory it is ignored: the call has ended when it returns. */
 KVX_API kvx_status_t kvx_write_kv(const kvx_cache_desc_t* cache, const kvx_write_desc_t* write,
                                   void* stream);
 

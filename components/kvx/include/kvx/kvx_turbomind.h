@@ -11,7 +11,7 @@ extern "C" {
 #endif
 
 #define KVX_TM_VERSION_MAJOR 1
-#define KVX_TM_VERSION_MINOR 1
+#define KVX_TM_VERSION_MINOR 2
 
 /* The KV formats. The numbers are permanent. */
 typedef enum kvx_tm_mode {
@@ -33,9 +33,10 @@ typedef enum kvx_tm_flags {
                             * all keys */
 } kvx_tm_flags_t;
 
-/* One layer of a cache with num_blocks blocks. Block b lies at data + b * block_bytes, and its FP4
- * scales at scales + b * scale_block_bytes. Both numbers may be larger than one layer needs, if
- * blocks hold several layers; they are multiples of 16. */
+/* One layer of a cache with num_blocks blocks, in HOST memory for the calls that move rows. Block b
+ * lies at data + b * block_bytes, and its FP4 scales at scales + b * scale_block_bytes. Both
+ * numbers may be larger than one layer needs, if blocks hold several layers; they are multiples
+ * of 16. */
 typedef struct kvx_tm_layer {
   uint32_t size;
   kvx_tm_mode_t k_mode;
@@ -58,6 +59,10 @@ typedef struct kvx_tm_layer {
 
 /* Returns INCOMPATIBLE unless this library has the same major and at least this minor version. */
 KVX_API kvx_status_t kvx_tm_negotiate(uint32_t major, uint32_t minor);
+
+/* Lets the work that `stream` gets from now on wait for the work that `other` has (since 1.2). Both
+ * are CUDA streams, and NULL is the default stream. UNSUPPORTED without the CUDA library. */
+KVX_API kvx_status_t kvx_tm_wait_stream(void* stream, void* other);
 
 /* Fills block_bytes and scale_block_bytes for blocks of this layer alone. */
 KVX_API kvx_status_t kvx_tm_describe(kvx_tm_layer_t* layer);

@@ -18,7 +18,9 @@
 #include "turbomind/backend/cuda/runtime/event_timer.h"
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
+#include "turbomind/backend/cuda/runtime/used_gpu.h"
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
+#include "turbomind/backend/cuda/transfer/row_transfer.h"
 #include "turbomind/backend/cuda/tuner/overlap_tuning.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
@@ -190,6 +192,7 @@ class CudaDevice final : public Device {
   }
 
   void RunStep(const StepParams& step, FunctionRef<void()> ops) override;
+  void RunInOrderOf(void* stream, FunctionRef<void()> work) override;
 
   int num_host_threads() const override { return pool_.num_threads(); }
   void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
@@ -238,6 +241,7 @@ class CudaDevice final : public Device {
   void CombineExperts(const CombineExpertsParams& params) override {
     CudaCombineExperts(context_, params);
   }
+  void CopyHeads(const CopyHeadsParams& params) override;
   void WriteKv(const WriteKvParams& params) override { CudaWriteKv(context_, WithBatch(params)); }
   void QuantizeBlocks(const QuantizeBlocksParams& params) override;
   void FlattenKV(const FlattenKVParams& params) override {
@@ -340,6 +344,28 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
   result.machine = properties_.name + ", SM " + std::to_string(properties_.sm) + ", driver " +
                    properties_.driver + ", cuBLASLt " + library + ", kernels " + kernels_;
   return result;
+}
+
+void CudaDevice::RunInOrderOf(void* stream, FunctionRef<void()> work) {
+  const UsedGpu used(gpu_);
+  const auto other = static_cast<Stream>(stream);
+  WaitForStream(stream_, other);
+  try {
+    work();
+  } catch (...) {
+    WaitForStream(other, stream_);
+    throw;
+  }
+  WaitForStream(other, stream_);
+}
+
+void CudaDevice::CopyHeads(const CopyHeadsParams& params) {
+  const int gpu = GpuOf(params.array);
+  if (gpu != gpu_ && gpu != kEveryGpu) {
+    throw InvalidArgument("An array is not in the memory of GPU " + std::to_string(gpu_) +
+                          ", which has the cache.");
+  }
+  CudaCopyHeads(stream_, params);
 }
 
 void CudaDevice::QuantizeBlocks(const QuantizeBlocksParams& params) {

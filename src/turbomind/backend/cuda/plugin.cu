@@ -8,6 +8,8 @@
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/backend/cuda/runtime/used_gpu.h"
+#include "turbomind/backend/cuda/transfer/row_transfer.h"
 #include "turbomind/backend/cuda_library.h"
 #include "turbomind/core/check.h"
 
@@ -100,12 +102,34 @@ Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexce
     CudaDeviceOptions resolved = options;
     resolved.cublas_lt = CublasLtLibraries(options);
     resolved.kernels = TM_CUDA_KERNELS;
-    RequireKernels(gpu);  // before the device, which may launch kernels when it is made
+    const UsedGpu used(gpu);  // the caller's current GPU stays the same
+    RequireKernels(gpu);      // before the device, which may launch kernels when it is made
     return MakeDevice(gpu, resolved).release();
   });
 }
 
-constexpr CudaLibrary kLibrary = {kStamp, List, Make};
+template <class F>
+TransferResult Transfer(const F& run) noexcept {
+  std::string ignored;
+  return Guarded(&ignored, TransferResult::kFailed, run);
+}
+
+TransferResult Write(const RowWrite& write, void* stream) noexcept {
+  return Transfer([&] { return QueueWrite(write, static_cast<Stream>(stream)); });
+}
+
+TransferResult Gather(const RowGather& gather, void* stream) noexcept {
+  return Transfer([&] { return QueueGather(gather, static_cast<Stream>(stream)); });
+}
+
+TransferResult Wait(void* stream, void* other) noexcept {
+  return Transfer([&] {
+    WaitForStream(static_cast<Stream>(stream), static_cast<Stream>(other));
+    return TransferResult::kQueued;
+  });
+}
+
+constexpr CudaLibrary kLibrary = {kStamp, List, Make, Write, Gather, Wait};
 
 }  // namespace
 }  // namespace turbomind::cuda

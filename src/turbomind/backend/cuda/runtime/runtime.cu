@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <mutex>
 #include <set>
 #include <string>
 
@@ -53,9 +54,13 @@ std::string DriverVersion() {
   return (module.empty() ? "" : module + " ") + "(CUDA " + TextOfVersion(cuda) + ")";
 }
 
-// The streams with overlapping launches.
-std::set<Stream>& OverlappedStreams() {
-  static std::set<Stream> streams;
+// The streams with overlapping launches. libkvx launches in threads of its callers.
+struct OverlappedStreams {
+  std::mutex mutex;
+  std::set<Stream> streams;
+};
+OverlappedStreams& TheOverlappedStreams() {
+  static OverlappedStreams streams;
   return streams;
 }
 
@@ -136,6 +141,15 @@ void* AllocateGpu(size_t num_bytes) {
 
 void FreeGpu(void* memory) noexcept { cudaFree(memory); }
 
+int GpuOf(const void* address) {
+  cudaPointerAttributes attributes;
+  Require(cudaPointerGetAttributes(&attributes, address), "cudaPointerGetAttributes");
+  if (attributes.devicePointer == nullptr) {
+    return kNoGpu;
+  }
+  return attributes.type == cudaMemoryTypeDevice ? attributes.device : kEveryGpu;
+}
+
 void* AllocatePinned(size_t num_bytes) {
   void* memory = nullptr;
   const cudaError_t code = cudaMallocHost(&memory, num_bytes);
@@ -163,6 +177,15 @@ void DestroyStream(Stream stream) noexcept {
 
 void Synchronize(Stream stream) {
   Require(cudaStreamSynchronize(stream), "waiting for kernels and copies");
+}
+
+void WaitForStream(Stream stream, Stream other) {
+  const Event event = CreateEvent();
+  const cudaError_t recorded = cudaEventRecord(event, other);
+  const cudaError_t code =
+      recorded == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : recorded;
+  DestroyEvent(event);  // once it has been reached
+  Require(code, "waiting for another stream");
 }
 
 void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
@@ -228,14 +251,20 @@ void LaunchGraph(Graph graph, Stream stream) {
 void DestroyGraph(Graph graph) noexcept { cudaGraphExecDestroy(graph); }
 
 void OverlapLaunches(Stream stream, bool overlap) {
+  OverlappedStreams& all = TheOverlappedStreams();
+  const std::lock_guard lock(all.mutex);
   if (overlap) {
-    OverlappedStreams().insert(stream);
+    all.streams.insert(stream);
   } else {
-    OverlappedStreams().erase(stream);
+    all.streams.erase(stream);
   }
 }
 
-bool LaunchesOverlap(Stream stream) { return OverlappedStreams().contains(stream); }
+bool LaunchesOverlap(Stream stream) {
+  OverlappedStreams& all = TheOverlappedStreams();
+  const std::lock_guard lock(all.mutex);
+  return all.streams.contains(stream);
+}
 
 void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments) {
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {

@@ -58,14 +58,21 @@ inline OutOfMemory GpuIsFull(size_t wanted_bytes, size_t free_bytes) {
                      " are free. Lower --cache-max-entry-count or --max-batch-size.");
 }
 
-void* AllocateGpu(size_t num_bytes);     // not cleared; 256-byte aligned
-void FreeGpu(void* memory) noexcept;     // waits for work that uses it
+void* AllocateGpu(size_t num_bytes);  // not cleared; 256-byte aligned
+void FreeGpu(void* memory) noexcept;  // waits for work that uses it
+// Return the GPU to which an address belongs. Does not wait for any GPU.
+inline constexpr int kEveryGpu = -1;  // managed or pinned memory
+inline constexpr int kNoGpu = -2;
+int GpuOf(const void* address);
 void* AllocatePinned(size_t num_bytes);  // host memory with fast copies
 void FreePinned(void* memory) noexcept;
 
 Stream CreateStream();
 void DestroyStream(Stream stream) noexcept;
 void Synchronize(Stream stream);
+// Let the later work of `stream` wait for the work that `other` has. Either may be null, the
+// default stream.
+void WaitForStream(Stream stream, Stream other);
 // Copy in the order of the stream. Both addresses may be on the host or the GPU. Host memory must
 // stay valid until the stream is synchronized, because some GPUs read even unpinned memory
 // directly.
