@@ -111,6 +111,11 @@ class Decoder {
   // have only the input's rows; returns false if there are none.
   bool Mix(int index, const float* x, const DecoderInput& input, bool only_rows);
   bool Attend(int index, const float* x, const DecoderInput& input, bool only_rows);
+  // Attends over latents (decoder_latent.cc): computes `attended` from x, as Attend does.
+  bool AttendLatents(int index, const float* x, const DecoderInput& input, bool only_rows);
+  void ProjectLatents(int index, const float* x, int num_tokens);
+  void WriteLatents(int index, const BatchView& batch);
+  void LatentHeads(int index, const BatchView& batch, int first_head, int num_heads);
   void AddMixers(int index, int num_rows);
   void Attention(int index, const BatchView& batch, bool include_prefill);
   void Recur(int index, const float* x, const DecoderInput& input);

@@ -118,7 +118,8 @@ void Route(Device& device, const MoeParams& p) {
                        .sigmoid = layer.sigmoid,
                        .bias = layer.score_bias,
                        .num_groups = layer.num_groups,
-                       .top_groups = layer.top_groups});
+                       .top_groups = layer.top_groups,
+                       .best_of_group = layer.best_of_group});
   device.GroupRows({.ids = p.scratch.ids,
                     .slots = p.scratch.slots,
                     .x_rows = p.scratch.x_rows,
