@@ -73,6 +73,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     deepseek.FAMILY,
     deepseek.V3_FAMILY,
     deepseek.GLM_FAMILY,
+    deepseek.GGUF_FAMILY,
     minicpm3.FAMILY,
     minimax_m2.FAMILY,
     ministral.FAMILY,

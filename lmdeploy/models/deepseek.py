@@ -10,6 +10,9 @@ from typing import Any
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
 from lmdeploy.models.experts import (
+    GGUF_EXPERTS,
+    GGUF_SCORE_BIAS,
+    GGUF_SHARED,
     HF_QWEN,
     HF_SHARED_EXPERTS,
     HF_STACKED,
@@ -20,8 +23,11 @@ from lmdeploy.models.experts import (
 )
 from lmdeploy.models.family import ModelFamily
 from lmdeploy.models.latents import (
+    GGUF_CHOICES,
+    GGUF_LATENTS,
     HF_LATENTS,
     cache_row,
+    gguf_cache_row,
     hf_queries,
     interleaved_latents,
     latent_biases,
@@ -135,4 +141,38 @@ GLM_FAMILY = replace(
     hf_architectures=("Glm4MoeLiteForCausalLM",),
     hf_defaults={"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
     experts=replace(V3_FAMILY.experts, settings=_lite_experts),
+)
+
+
+def _gguf_experts(config: ConfigReader, num_layers: int) -> MoeSettings | None:
+    sigmoid = config.integer("expert_gating_func", default=1, low=0) == _GGUF_SIGMOID
+    values = config.with_values(
+        {"norm_topk_prob": config.flag("norm_topk_prob", default=False)}
+    )
+    settings = deepseek_experts(values, num_layers)
+    if settings is None:
+        return None
+    return replace(settings, sigmoid=sigmoid, best_of_group=not sigmoid)
+
+
+# One architecture stands for all of them in GGUF. The kind of scores tells the models apart.
+_GGUF_SIGMOID = 2
+GGUF_FAMILY = replace(
+    FAMILY,
+    name="deepseek2",
+    models="DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash as GGUF",
+    hf_architectures=(),
+    gguf_architectures=("deepseek2",),
+    gguf_tensors=GGUF_LATENTS,
+    gguf_alternatives=GGUF_CHOICES,
+    gguf_derived=gguf_cache_row,
+    gguf_unused=(r"blk\.<layers>\..*",),
+    experts=Experts(
+        settings=_gguf_experts,
+        hf=(),
+        gguf=(
+            {**GGUF_EXPERTS, **GGUF_SHARED},
+            {**GGUF_EXPERTS, **GGUF_SHARED, **GGUF_SCORE_BIAS},
+        ),
+    ),
 )

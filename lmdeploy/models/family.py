@@ -314,6 +314,8 @@ class ModelFamily:
     hf_extra_tensors: TensorRule = no_tensors  # that depend on config.json
     gguf_tensors: TensorNames = field(default_factory=lambda: GGUF_TENSORS)
     gguf_optional_tensors: TensorNames = field(default_factory=dict)  # that some models have
+    # Groups of tensors of which a file has one or none: the first whose tensors layer 0 has.
+    gguf_alternatives: tuple[tuple[TensorNames, ...], ...] = ()
     # The rows of each head of q and k that rotate are stored as pairs: i, i + dim / 2.
     hf_interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False

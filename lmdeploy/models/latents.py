@@ -12,8 +12,8 @@ from typing import Any
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import LatentSettings
-from lmdeploy.models.experts import MAX_WIDTH
-from lmdeploy.models.family import HF_TENSORS, JOINT_HEADS, QKV, TensorNames
+from lmdeploy.models.experts import MAX_WIDTH, TensorLocation
+from lmdeploy.models.family import GGUF_TENSORS, HF_TENSORS, JOINT_HEADS, QKV, TensorNames
 
 _ATTENTION = "model.layers.{i}.self_attn"
 HF_LATENTS: Mapping[str, str] = {
@@ -28,6 +28,30 @@ _HF_Q_LATENTS = {
     "latent.q_a_norm": f"{_ATTENTION}.q_a_layernorm.weight",
     "latent.q": f"{_ATTENTION}.q_b_proj.weight",
 }
+GGUF_LATENTS: TensorNames = {
+    **{kind: name for kind, name in GGUF_TENSORS.items() if kind not in QKV},
+    "latent.kv_a": "blk.{i}.attn_kv_a_mqa.weight",
+    "latent.kv_a_norm": "blk.{i}.attn_kv_a_norm.weight",
+}
+# A file has the matrix of keys and values as Hugging Face has it, or, since April 2025, in the two
+# forms that the engine multiplies.
+GGUF_CHOICES: tuple[tuple[TensorNames, ...], ...] = (
+    (
+        {
+            "latent.q_a": "blk.{i}.attn_q_a.weight",
+            "latent.q_a_norm": "blk.{i}.attn_q_a_norm.weight",
+            "latent.q": "blk.{i}.attn_q_b.weight",
+        },
+        {"latent.q": "blk.{i}.attn_q.weight"},
+    ),
+    (
+        {
+            "latent.k_b": TensorLocation("blk.{i}.attn_k_b.weight", stacked=True),
+            "latent.v_b": TensorLocation("blk.{i}.attn_v_b.weight", stacked=True),
+        },
+        {JOINT_HEADS: "blk.{i}.attn_kv_b.weight"},
+    ),
+)
 # Original code and transformers build the norms of latents with this, whatever rms_norm_eps is.
 _NORM_EPS = 1e-6
 
@@ -50,6 +74,24 @@ def cache_row(config: ConfigReader) -> Mapping[str, Any]:
     rank = config.integer("kv_lora_rank", high=MAX_WIDTH)
     rope = config.integer("qk_rope_head_dim", high=rank)
     return {"head_dim": rank, "rotary_dim": rope, "num_key_value_heads": 1}
+
+
+def gguf_cache_row(config: ConfigReader) -> Mapping[str, Any]:
+    """Return the same for GGUF metadata, and the sizes of a head.
+
+    Without the keys of MLA, key_length and value_length are those of a head.
+    """
+    row = cache_row(config)
+    dims = config.integer("qk_head_dim", default=config.integer("head_dim"))
+    if (nope := dims - row["rotary_dim"]) < 1:
+        raise config.refuse(
+            f"{config.name('qk_head_dim')} is {dims}. It must exceed the {row['rotary_dim']} values "
+            "that RoPE rotates."
+        )
+    value = config.integer("v_head_dim", default=config.integer("value_length"))
+    # llama.cpp builds the norms of latents with the epsilon of all norms.
+    eps = config.number("rms_norm_eps", high=1.0)
+    return {**row, "qk_nope_head_dim": nope, "v_head_dim": value, "latent_norm_eps": eps}
 
 
 def latents(config: ConfigReader, *, interleaved: bool) -> LatentSettings:

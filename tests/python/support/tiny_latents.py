@@ -46,7 +46,7 @@ V3 = TinyModel(
     "deepseek-v3",
     "DeepseekV3",
     {**_LATENTS, **_EXPERTS, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
-    rope={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+    rope={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 )
 GLM = TinyModel(
     "glm-4.7-flash",
@@ -85,6 +85,7 @@ TINY_LATENTS = (
             "attention_bias": True,
             "norm_topk_prob": False,
         },
+        rope={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},  # cos and sin keep a magnitude
     ),
     GLM,
     MINICPM3,

@@ -40,15 +40,17 @@ namespace {
 
 // Query rows of an item. More rows expand a tile less often; fewer balance the threads better.
 constexpr int kItemRows = 128;
-constexpr int64_t kItemsPerThread = 2;
+constexpr int64_t kItemsPerThread = 8;  // of decode
+constexpr int64_t kMaxSplitsPerItem = 8;
 
-// A part of a sequence's query rows, over all positions (prompts) or over one split (decode).
+// A part of a sequence's query rows, over all positions (prompts) or over some splits (decode).
 struct Item {
   int seq = 0;
   int token = 0;  // of the step: the first one of the rows
   int first_row = 0;
   int num_rows = 0;
-  int split = -1;      // decode
+  int first_split = -1;  // decode
+  int last_split = 0;    // decode: behind them
   int64_t states = 0;  // decode: its first block in the states of the call
 };
 
@@ -97,9 +99,11 @@ class LatentCall {
     if (splits == 0) {
       return;
     }
+    const int64_t wanted = pool_.num_threads() * kItemsPerThread;
+    const int64_t parts = CeilDiv(wanted, splits);
     const int64_t blocks = CeilDiv(params_.q_heads, kLatentLanes);
-    const int64_t parts = CeilDiv(pool_.num_threads() * kItemsPerThread, splits);
     const int rows = kLatentLanes * static_cast<int>(CeilDiv(blocks, parts));
+    const int run = static_cast<int>(std::clamp(splits / wanted, int64_t{1}, kMaxSplitsPerItem));
     for (int seq = 0; seq < batch.num_decode; ++seq) {
       for (int first = 0; first < params_.q_heads; first += rows) {
         Item item = {.seq = seq,
@@ -108,9 +112,11 @@ class LatentCall {
                      .num_rows = std::min(rows, params_.q_heads - first),
                      .states = num_states_};
         merges_.push_back(item);
-        for (item.split = 0; item.split < NumSplits(seq); ++item.split) {
+        for (int split = 0; split < NumSplits(seq); split += run) {
+          item.first_split = split;
+          item.last_split = std::min(split + run, NumSplits(seq));
           item.states = num_states_;
-          num_states_ += CeilDiv(item.num_rows, kLatentLanes);
+          num_states_ += (item.last_split - split) * CeilDiv(item.num_rows, kLatentLanes);
           Add(item);
         }
       }
@@ -145,7 +151,7 @@ class LatentCall {
   void RunItem(const Item& item, float* scratch) const {
     const BatchView& batch = params_.batch;
     const int64_t table = item.seq * batch.block_table_stride;
-    LatentSplitArgs args;
+    LatentSplitsArgs args;
     args.kv = {&params_.kv, batch.block_tables + table, 0};
     if (params_.window16.data != nullptr) {
       args.window16 = {&params_.window16, batch.window16_tables + table, 0};
@@ -156,30 +162,21 @@ class LatentCall {
     args.softmax_scale = params_.softmax_scale;
     args.exact = params_.exact;
     const int last_row = item.first_row + item.num_rows - 1;
-    const int context = args.position + last_row / params_.q_heads + 1;
-    const auto run = [&](int split, float* states, float* memory) {
-      args.begin = split * kSplitTokens;
-      args.end = std::min(context, args.begin + kSplitTokens);
-      args.states = states;
-      args.scratch = memory;
-      kernels_.latent_split(args);
-    };
-    if (item.split >= 0) {
-      run(item.split, states_ + item.states * state_floats_, scratch);
+    args.end = args.position + last_row / params_.q_heads + 1;
+    args.scratch = scratch;
+    if (item.first_split >= 0) {
+      args.begin = item.first_split * kSplitTokens;
+      args.end = std::min(args.end, item.last_split * kSplitTokens);
+      args.states = states_ + item.states * state_floats_;
+      kernels_.latent_splits(args);
       return;
     }
-    const int blocks = args.rows.num_blocks();
-    float* total = scratch;
-    float* later = total + blocks * state_floats_;
-    float* memory = later + blocks * state_floats_;
-    for (int split = 0; split * kSplitTokens < context; ++split) {
-      run(split, split == 0 ? total : later, memory);
-      if (split > 0) {
-        kernels_.latent_merge(
-            {.states = total, .later = later, .num_blocks = blocks, .rank = rank_});
-      }
-    }
-    Write(item, total);
+    const int64_t floats = args.rows.num_blocks() * state_floats_;
+    args.states = scratch;
+    args.later = args.states + floats;
+    args.scratch = args.later + floats;
+    kernels_.latent_splits(args);
+    Write(item, args.states);
   }
 
   void Merge(const Item& item) const {

@@ -114,8 +114,8 @@ struct LatentRows {
   int num_blocks() const { return (num_rows + kLatentLanes - 1) / kLatentLanes; }
 };
 
-// One split of the positions, for some query rows.
-struct LatentSplitArgs {
+// Adjacent splits of the positions, for some query rows.
+struct LatentSplitsArgs {
   KvHead kv;
   KvHead window16;  // 16-bit window; layer is null without one
   PrecisionWindow rule;
@@ -125,7 +125,8 @@ struct LatentSplitArgs {
   bool exact = false;
   int begin = 0;  // positions [begin, end), not empty; a row sees none after its own
   int end = 0;
-  float* states = nullptr;   // [blocks, kStateHeader + rank, kLatentLanes]
+  float* states = nullptr;   // [splits, blocks, kStateHeader + rank, kLatentLanes]
+  float* later = nullptr;    // if set, memory for one split: `states` then has the merged state
   float* scratch = nullptr;  // LatentScratchFloats, 64-byte aligned
 };
 
@@ -154,7 +155,7 @@ struct WriteLatentArgs {
 };
 
 struct CpuKvKernels : CpuRowKernels {
-  void (*latent_split)(const LatentSplitArgs&) = nullptr;
+  void (*latent_splits)(const LatentSplitsArgs&) = nullptr;
   void (*latent_merge)(const LatentMergeArgs&) = nullptr;
   void (*latent_output)(const LatentOutputArgs&) = nullptr;
   RowCounts (*write_latent)(const WriteLatentArgs&) = nullptr;
@@ -181,7 +182,7 @@ constexpr int64_t LatentStateFloats(int rank) {
   return int64_t{kStateHeader + rank} * kLatentLanes;
 }
 
-// Returns the size of the scratch of latent_split, in floats.
+// Returns the size of the scratch of latent_splits, in floats.
 constexpr int64_t LatentScratchFloats(int num_rows, int rank, int rotary_dim) {
   const int64_t width = rank + rotary_dim;
   const int64_t rows = num_rows + kLatentLanes;

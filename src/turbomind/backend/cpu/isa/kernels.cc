@@ -29,7 +29,7 @@ void FillKvKernels(CpuKvKernels& kernels) {
   kernels.merge_splits = MergeSplits;
   kernels.prefill_rows = PrefillRows;
   kernels.write_head = WriteHead;
-  kernels.latent_split = LatentSplit;
+  kernels.latent_splits = LatentSplits;
   kernels.latent_merge = LatentMerge;
   kernels.latent_output = LatentOutput;
   kernels.write_latent = WriteLatent;

@@ -9,7 +9,7 @@ namespace turbomind::TM_ISA {
 void DecodeSplits(const DecodeSplitsArgs& args);
 void MergeSplits(const MergeSplitsArgs& args);
 void PrefillRows(const PrefillRowsArgs& args);
-void LatentSplit(const LatentSplitArgs& args);
+void LatentSplits(const LatentSplitsArgs& args);
 void LatentMerge(const LatentMergeArgs& args);
 void LatentOutput(const LatentOutputArgs& args);
 #if defined(TM_ISA_amx)
