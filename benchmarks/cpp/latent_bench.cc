@@ -1,10 +1,10 @@
-// Measures decode attention over latents on the CPU, for each KV format. Prints one line of JSON per
-// format. Usage:
+// Measures decode attention over latents on the CPU, for each KV format. Prints one line of JSON
+// per format. Usage:
 //   latent_bench threads=2 heads=16 rank=512 rotary=64 context=8192 pool_mb=256 round_ms=300
 //     formats=none,int8,nvfp4
-// A step of one sequence cycles through layers of pool_mb together, so that it finds no latents in a
-// cache. A figure is the median of five rounds, and seconds are those of the clock: the machine must
-// be idle. `speedup` is that over the first format.
+// A step of one sequence cycles through layers of pool_mb together, so that it finds no latents in
+// a cache. A figure is the median of five rounds, and seconds are those of the clock: the machine
+// must be idle. `speedup` is that over the first format.
 
 #include <algorithm>
 #include <numeric>

@@ -56,7 +56,7 @@ def open_gguf(path: Path) -> Checkpoint:
         if as_location(stored).name.format(i=0) in present:
             names[name] = stored
     for alternatives in family.gguf_alternatives:
-        names |= next(filter(lambda group: _has_all(group, present), alternatives), {})
+        names |= next((group for group in alternatives if _has_all(group, present)), {})
     recurrent = family.recurrent.gguf_tensors if family.recurrent else {}
     matrices = {kind: names[kind] for kind in REQUIRED_MATRICES if kind in names}
     for kind, place in {**matrices, **recurrent}.items():

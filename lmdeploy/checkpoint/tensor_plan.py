@@ -208,7 +208,7 @@ def plan_tensors(
             if kind not in of_heads and is_in_layer(kind, config, layer=layer):
                 yield planned(kind, layer=layer)
         for kind in of_heads:
-            yield from _plan_heads(lookup, kind, places[kind], layer=layer)
+            yield from _plan_heads(lookup, kind, place=places[kind], layer=layer)
         if config.has_experts(layer):
             yield from _plan_experts(lookup, expert_places, layer=layer)
     lookup.refuse_unknown()
@@ -259,7 +259,7 @@ def _interleaved_heads(kind: str, config: DecoderConfig) -> int:
 
 
 def _plan_heads(
-    lookup: _Lookup, kind: str, place: TensorLocation, *, layer: int
+    lookup: _Lookup, kind: str, *, place: TensorLocation, layer: int
 ) -> Iterator[PlannedTensor]:
     """Yield the matrices of a layer's heads that multiply queries and sums of latents.
 
@@ -440,9 +440,9 @@ class _Lookup:
         names = [name.format(i=layer) for name in (place.name, place.scales)]
         shapes = ((rows, cols // 32, 16), (rows, cols // 32))
         codes, scales = (
-            self._stack(
-                name, shape, count=_count_stacked(kind, self.config), formats=("U8",)
-            ).item(expert)
+            self._stack(name, shape, count=_count_stacked(kind, self.config), formats=("U8",)).item(
+                expert
+            )
             for name, shape in zip(names, shapes, strict=True)
         )
         return StoredTensor(codes.name, SPLIT_MXFP4, (rows, cols), codes.raw, scales.raw)

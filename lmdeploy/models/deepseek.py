@@ -100,6 +100,14 @@ FAMILY = ModelFamily(
         gguf=(),
     ),
 )
+_V3_EXPERTS = Experts(
+    settings=deepseek_experts,
+    hf=(
+        {**HF_QWEN, **HF_SHARED_EXPERTS, **HF_SCORE_BIAS},
+        {**HF_STACKED, **HF_SHARED_EXPERTS, **HF_SCORE_BIAS},
+    ),
+    gguf=(),
+)
 V3_FAMILY = replace(
     FAMILY,
     name="deepseek_v3",
@@ -111,14 +119,7 @@ V3_FAMILY = replace(
     hf_derived=cache_row,
     # The layers that predict several tokens at once follow the others. They are not used.
     hf_unused=(r"model\.layers\.<layers>\..*",),
-    experts=Experts(
-        settings=deepseek_experts,
-        hf=(
-            {**HF_QWEN, **HF_SHARED_EXPERTS, **HF_SCORE_BIAS},
-            {**HF_STACKED, **HF_SHARED_EXPERTS, **HF_SCORE_BIAS},
-        ),
-        gguf=(),
-    ),
+    experts=_V3_EXPERTS,
 )
 
 
@@ -140,15 +141,13 @@ GLM_FAMILY = replace(
     models="GLM-4.7-Flash",
     hf_architectures=("Glm4MoeLiteForCausalLM",),
     hf_defaults={"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    experts=replace(V3_FAMILY.experts, settings=_lite_experts),
+    experts=replace(_V3_EXPERTS, settings=_lite_experts),
 )
 
 
 def _gguf_experts(config: ConfigReader, num_layers: int) -> MoeSettings | None:
     sigmoid = config.integer("expert_gating_func", default=1, low=0) == _GGUF_SIGMOID
-    values = config.with_values(
-        {"norm_topk_prob": config.flag("norm_topk_prob", default=False)}
-    )
+    values = config.with_values({"norm_topk_prob": config.flag("norm_topk_prob", default=False)})
     settings = deepseek_experts(values, num_layers)
     if settings is None:
         return None

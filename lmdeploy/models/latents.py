@@ -85,8 +85,8 @@ def gguf_cache_row(config: ConfigReader) -> Mapping[str, Any]:
     dims = config.integer("qk_head_dim", default=config.integer("head_dim"))
     if (nope := dims - row["rotary_dim"]) < 1:
         raise config.refuse(
-            f"{config.name('qk_head_dim')} is {dims}. It must exceed the {row['rotary_dim']} values "
-            "that RoPE rotates."
+            f"{config.name('qk_head_dim')} is {dims}. It must exceed the {row['rotary_dim']} "
+            "values that RoPE rotates."
         )
     value = config.integer("v_head_dim", default=config.integer("value_length"))
     # llama.cpp builds the norms of latents with the epsilon of all norms.
@@ -114,7 +114,7 @@ def interleaved_latents(config: ConfigReader) -> LatentSettings:
 def softmax_scale(config: ConfigReader) -> float:
     """Return the factor of scores. YaRN raises it where it does not raise cos and sin."""
     dims = config.integer("qk_nope_head_dim") + config.integer("qk_rope_head_dim")
-    return dims**-0.5 * _magnitude(config) ** 2
+    return _magnitude(config) ** 2 / math.sqrt(dims)
 
 
 def _magnitude(config: ConfigReader) -> float:

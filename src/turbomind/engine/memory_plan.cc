@@ -238,9 +238,10 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
   RequireHeadDim(model);
   if (model.latent.exists() && !device.capability().has_latent_attention) {
-    throw InvalidArgument("Multi-head latent attention (DeepSeek, Kimi K2, GLM-4.7-Flash, MiniCPM3) "
-                          "is not supported on " + device.capability().generation +
-                          ". Use --device cpu.");
+    throw InvalidArgument(
+        "Multi-head latent attention (DeepSeek, Kimi K2, GLM-4.7-Flash, MiniCPM3) "
+        "is not supported on " +
+        device.capability().generation + ". Use --device cpu.");
   }
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {

@@ -138,7 +138,7 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     if (group.rule.enabled()) {
       for (block::Config::LayerFormats& formats : block.layers) {
         formats.k = formats.k == KvCacheMode::kNone ? KvCacheMode::kNone : config.window_format;
-        formats.v = config.rotary_dim == 0                ? formats.k
+        formats.v = config.rotary_dim == 0            ? formats.k
                     : formats.v == KvCacheMode::kNone ? KvCacheMode::kNone
                                                       : config.window_format;
       }

@@ -69,9 +69,8 @@ void CheckConfig(const Config& config) {
     throw InvalidArgument("The number of KV heads is " + std::to_string(config.kv_heads) +
                           ". It must be 1 to 65536.");
   }
-  Check(config.rotary_dim == 0 ||
-            (config.rotary_dim > 0 && config.rotary_dim % 16 == 0 && config.kv_heads == 1 &&
-             !config.k_offset),
+  Check(config.rotary_dim == 0 || (config.rotary_dim > 0 && config.rotary_dim % 16 == 0 &&
+                                   config.kv_heads == 1 && !config.k_offset),
         "latents must have one KV head, a rotary part of whole runs of 16, and no K offset");
   if (config.layers.empty()) {
     throw InvalidArgument("A block needs at least 1 layer, but the configuration has none.");

@@ -45,8 +45,8 @@ struct KvLayerView {
   DataType dtype = DataType::kBFloat16;  // of 16-bit values and of (scale, zero)
   int block_seq_len = 0;
   int kv_heads = 0;
-  int head_dim = 0;    // values of a row of V, and of K unless rotary_dim is set
-  int rotary_dim = 0;  // values of a row of K in a layer with latents; 0: no latents
+  int head_dim = 0;             // values of a row of V, and of K unless rotary_dim is set
+  int rotary_dim = 0;           // values of a row of K in a layer with latents; 0: no latents
   int row_bytes[2] = {0, 0};    // payload bytes of one token's row, by KvSide
   int param_bytes[2] = {0, 0};  // bytes of (scale, zero) per token; 0 if the format has none
   int scale_bytes[2] = {0, 0};  // scale pool bytes per token and head; 0 if the format has none

@@ -54,8 +54,8 @@ void PlaceMoe(const ModelConfig& model, int64_t rows, MoeScratch& scratch, Place
   }
 }
 
-// The rows of the absorbed queries of a pass: 16 MiB each of queries and sums at a rank of 512. More
-// rows would read no latent less often in a usual step.
+// The rows of the absorbed queries of a pass: 16 MiB each of queries and sums at a rank of 512.
+// More rows would read no latent less often in a usual step.
 constexpr int64_t kAbsorbedRows = 8192;
 constexpr int kHeadsAtOnce = 16;  // the least that a pass has: those that kernels compute at once
 

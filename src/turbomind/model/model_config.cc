@@ -212,7 +212,8 @@ void ValidateLatents(const ModelConfig& model) {
     return;
   }
   for (const auto& [field, dim] :
-       {std::pair{"latent.nope_dim", latent.nope_dim}, std::pair{"latent.rope_dim", latent.rope_dim},
+       {std::pair{"latent.nope_dim", latent.nope_dim},
+        std::pair{"latent.rope_dim", latent.rope_dim},
         std::pair{"latent.value_dim", latent.value_dim}, std::pair{"head_dim", model.head_dim}}) {
     Require(dim > 0 && dim <= kMaxLatentDim && dim % kMultiple == 0, field,
             "is " + std::to_string(dim) + ". With latents it must be a multiple of " +

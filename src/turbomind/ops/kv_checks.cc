@@ -53,8 +53,8 @@ void CheckWindow16Layer(const KvLayerView& kv, const KvLayerView& window16) {
   Check(kv.format[0] != KvCacheMode::kNone || window16.format[0] == KvCacheMode::kNone,
         "the window of 16-bit keys must be in 16 bits");
   Check(window16.kv_heads == kv.kv_heads && window16.head_dim == kv.head_dim &&
-            window16.rotary_dim == kv.rotary_dim &&
-            window16.dtype == kv.dtype && window16.block_seq_len == kv.block_seq_len,
+            window16.rotary_dim == kv.rotary_dim && window16.dtype == kv.dtype &&
+            window16.block_seq_len == kv.block_seq_len,
         "the 16-bit pool must have the layer's shape");
 }
 

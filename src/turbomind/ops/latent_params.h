@@ -4,8 +4,8 @@
 // the shape next to each pointer.
 //
 // A layer's cache has one row per token (KvLayerView::HasLatents): the latent, which is all of a
-// value and the first part of a key, and the rotary part of the key. Queries are absorbed: they have
-// the width of the latent, so that no key or value of a head exists.
+// value and the first part of a key, and the rotary part of the key. Queries are absorbed: they
+// have the width of the latent, so that no key or value of a head exists.
 
 #include <cstdint>
 
@@ -52,8 +52,8 @@ struct HeadLinearParams {
 // a 16-bit window. Decoding sequences and prompts have one arithmetic. With `exact`, it is FP32.
 // Without, latents in FP4 are multiplied in integers (backend/cpu/isa/attention).
 struct LatentAttentionParams {
-  const float* q = nullptr;  // [num_tokens, q_heads, rank], absorbed
-  int64_t q_stride = 0;      // floats between tokens
+  const float* q = nullptr;         // [num_tokens, q_heads, rank], absorbed
+  int64_t q_stride = 0;             // floats between tokens
   const float* q_rotary = nullptr;  // [num_tokens, q_heads, rotary_dim] after RoPE
   int64_t q_rotary_stride = 0;      // floats between tokens
   int64_t q_rotary_head_stride = 0;

@@ -28,7 +28,7 @@ struct MoeLayer {
   int num_groups = 1;                // of adjacent experts: RouteExpertsParams::num_groups
   int top_groups = 1;
   bool best_of_group = false;  // RouteExpertsParams::best_of_group
-  float scale = 1.f;  // factor of the routed experts' output
+  float scale = 1.f;           // factor of the routed experts' output
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 

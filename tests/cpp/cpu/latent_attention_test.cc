@@ -52,8 +52,8 @@ class LatentCache {
         window16_(MakeLayout(c, KvCacheMode::kNone, c.window_format)),
         num_blocks_((c.context + c.block_seq_len - 1) / c.block_seq_len),
         tables_(static_cast<size_t>(num_blocks_)) {
-    for (auto& [layout, data, scales] : {std::tie(quantized_, data_[0], scales_[0]),
-                                         std::tie(window16_, data_[1], scales_[1])}) {
+    for (auto& [layout, data, scales] :
+         {std::tie(quantized_, data_[0], scales_[0]), std::tie(window16_, data_[1], scales_[1])}) {
       data.assign(static_cast<size_t>(2 * num_blocks_ * layout.block_bytes()), std::byte{0xff});
       scales.assign(static_cast<size_t>(2 * num_blocks_ * layout.scale_block_bytes()),
                     std::byte{0xff});
@@ -208,7 +208,7 @@ double ErrorOf(Device& device, LatentCache& cache, const Case& c, const std::vec
       for (int t = 0; t <= position; ++t) {
         weights.push_back(std::exp(
             ScaleOf(c) * (dot(q.data() + row * c.rank, v.data() + t * c.rank, c.rank) +
-                      dot(rotary.data() + row * c.rotary, k.data() + t * c.rotary, c.rotary))));
+                          dot(rotary.data() + row * c.rotary, k.data() + t * c.rotary, c.rotary))));
       }
       const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
       for (int d = 0; d < c.rank; ++d) {
@@ -218,7 +218,8 @@ double ErrorOf(Device& device, LatentCache& cache, const Case& c, const std::vec
           wanted += weights[static_cast<size_t>(t)] * value;
           largest = std::max(largest, std::abs(value));
         }
-        worst = std::max(worst, std::abs(got[static_cast<size_t>(row * c.rank + d)] - wanted / sum));
+        worst =
+            std::max(worst, std::abs(got[static_cast<size_t>(row * c.rank + d)] - wanted / sum));
       }
     }
   }
@@ -232,11 +233,8 @@ std::vector<Case> Cases() {
     cases.push_back({.format = format, .heads = 5, .rank = 192, .rotary = 16});
   }
   for (const KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kInt8}) {
-    cases.push_back({.format = format,
-                     .heads = 20,
-                     .block_seq_len = 16,
-                     .first = 250,
-                     .window16 = {64, 64}});
+    cases.push_back(
+        {.format = format, .heads = 20, .block_seq_len = 16, .first = 250, .window16 = {64, 64}});
   }
   cases.push_back({.format = KvCacheMode::kFp4Nv,
                    .heads = 3,
@@ -288,8 +286,7 @@ TEST_CASE("latents: every instruction set returns the same bits, in chunks of an
 
 TEST_CASE("a row of latents has the bytes of the design") {
   const auto bytes = [](KvCacheMode k, KvCacheMode v) {
-    return block::Layout(
-               {.layers = {{k, v}}, .kv_heads = 1, .head_dim = 512, .rotary_dim = 64})
+    return block::Layout({.layers = {{k, v}}, .kv_heads = 1, .head_dim = 512, .rotary_dim = 64})
         .bytes_per_token();
   };
   CHECK(bytes(KvCacheMode::kNone, KvCacheMode::kNone) == 1152);
@@ -324,8 +321,8 @@ TEST_CASE("RoPE of latents rotates neighbors or halves") {
                                  .kv = cache.kv(),
                                  .batch = batch.view,
                                  .num_nonfinite = &num_nonfinite});
-    CHECK(q[2] == 3.f);                              // the part without RoPE
-    CHECK(q[3] == (interleaved ? -5.f : -12.f));     // -1 times its partner
+    CHECK(q[2] == 3.f);                           // the part without RoPE
+    CHECK(q[3] == (interleaved ? -5.f : -12.f));  // -1 times its partner
     CHECK(q[interleaved ? 4 : 11] == 4.f);
     CHECK(rows[15] == 1.f);
     CHECK(rows[16] == -1.f);

@@ -18,6 +18,7 @@ from tiny_models import make_model, save_model
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.cli.serve import dry_run_lines
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tiny = next(tiny for tiny in FAMILY_MODELS if tiny.name == "qwen3-5")

@@ -36,7 +36,9 @@ def prompt(seed: int = 1) -> list[int]:
 
 
 @pytest.fixture(
-    scope="module", params=[TINY_MODELS[0], WINDOWED, RECURRENT, LATENTS], ids=lambda tiny: tiny.name
+    scope="module",
+    params=[TINY_MODELS[0], WINDOWED, RECURRENT, LATENTS],
+    ids=lambda tiny: tiny.name,
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(make_model(request.param), tmp_path_factory.mktemp("model")))

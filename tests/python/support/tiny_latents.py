@@ -70,7 +70,14 @@ TINY_LATENTS = (
     TinyModel(
         "deepseek-v2-lite",
         "DeepseekV2",
-        {**_LATENTS, **_EXPERTS, "q_lora_rank": None, "num_attention_heads": 20, "hidden_size": 80, "num_key_value_heads": 20},
+        {
+            **_LATENTS,
+            **_EXPERTS,
+            "q_lora_rank": None,
+            "num_attention_heads": 20,
+            "hidden_size": 80,
+            "num_key_value_heads": 20,
+        },
     ),
     V3,
     TinyModel(

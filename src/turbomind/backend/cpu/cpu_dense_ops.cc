@@ -47,7 +47,8 @@ void SelectExperts(const RouteExpertsParams& params, const float* keys, int32_t*
 // Returns the highest key, or the sum of the two highest ones.
 float GroupScore(const float* keys, int count, bool best) {
   const int32_t first = NextExpert(keys, count, -1);
-  return best ? RouteKey(keys[first]) : RouteKey(keys[first]) + RouteKey(keys[NextExpert(keys, count, first)]);
+  return best ? RouteKey(keys[first])
+              : RouteKey(keys[first]) + RouteKey(keys[NextExpert(keys, count, first)]);
 }
 
 // Sets the keys of the experts outside the selected groups to -infinity.

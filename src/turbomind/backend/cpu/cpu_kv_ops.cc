@@ -137,7 +137,8 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     }
     const int dim = kv.Dim(side);
     const RowFormat from = {window16.format[s], dim, window16.dtype, 1.f, false};
-    const RowFormat to = {kv.format[s], dim, kv.dtype, GlobalScale(kv, side, head), params.search_scales};
+    const RowFormat to = {kv.format[s], dim, kv.dtype, GlobalScale(kv, side, head),
+                          params.search_scales};
     float base[kMaxRowDim];
     const bool has_base = side == KvSide::kK && window16.HasKOffset();
     if (has_base) {
@@ -159,8 +160,7 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
         read(slot, row);
         AddToKOffset(row, slot, dim, kv.dtype, run, offset);
       }
-      StoreKOffset(kv.KOffset(pending.quantized, head), dim, kv.dtype, kv.block_seq_len,
-                   offset);
+      StoreKOffset(kv.KOffset(pending.quantized, head), dim, kv.dtype, kv.block_seq_len, offset);
     }
     int clipped = 0;
     for (int slot = 0; slot < kv.block_seq_len; ++slot) {
@@ -202,9 +202,9 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
         continue;
       }
       const KvRow at = kv.Row(side, block, head, t % kv.block_seq_len);
-      kernels.decode_row({kv.format[static_cast<int>(side)], dim, kv.dtype,
-                          GlobalScale(kv, side, head), false},
-                         at.payload, at.metadata, out);
+      kernels.decode_row(
+          {kv.format[static_cast<int>(side)], dim, kv.dtype, GlobalScale(kv, side, head), false},
+          at.payload, at.metadata, out);
       if (side == KvSide::kK && kv.HasKOffset()) {
         DecodeKOffset(kv, block, head, offset);
         for (int d = 0; d < dim; ++d) {

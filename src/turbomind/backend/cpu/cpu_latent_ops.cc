@@ -51,7 +51,7 @@ struct Item {
   int num_rows = 0;
   int first_split = -1;  // decode
   int last_split = 0;    // decode: behind them
-  int64_t states = 0;  // decode: its first block in the states of the call
+  int64_t states = 0;    // decode: its first block in the states of the call
 };
 
 class LatentCall {

@@ -31,13 +31,13 @@ const CpuMatrix& Packed(const PackedMatrix* matrix) {
 
 int64_t NumPanels(const CpuLinearPlan& plan) { return CeilDiv(plan.num_rows, plan.panel.rows); }
 
-CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part,
-                         int64_t first_input = 0) {
+CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part, int64_t first_input = 0) {
   CpuLinearPlan plan;
   plan.weight = &Packed(part.weight);
   plan.bias = part.bias;
   plan.first_input = first_input;
-  Check(call.x_stride >= first_input + plan.weight->cols, "x_stride must cover the columns of the weight");
+  Check(call.x_stride >= first_input + plan.weight->cols,
+        "x_stride must cover the columns of the weight");
   return plan;
 }
 
@@ -238,10 +238,8 @@ void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinea
 
 void CpuHeadLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
                    const HeadLinearParams& params) {
-  const LinearCall call = {.x = params.x,
-                           .x_stride = params.x_stride,
-                           .y = params.y,
-                           .y_stride = params.y_stride};
+  const LinearCall call = {
+      .x = params.x, .x_stride = params.x_stride, .y = params.y, .y_stride = params.y_stride};
   scratch.plans.clear();
   for (int head = 0; head < params.num_heads; ++head) {
     CpuLinearPlan plan = PlanWeight(call, params.heads[head], head * params.x_head_stride);

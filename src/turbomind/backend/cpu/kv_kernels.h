@@ -102,8 +102,8 @@ inline constexpr int kLatentLanes = 16;
 
 // Query rows [first_row, first_row + num_rows) of a run of tokens.
 struct LatentRows {
-  const float* q = nullptr;  // [tokens, heads, rank] of the first token
-  int64_t q_stride = 0;      // floats between tokens
+  const float* q = nullptr;       // [tokens, heads, rank] of the first token
+  int64_t q_stride = 0;           // floats between tokens
   const float* rotary = nullptr;  // [tokens, heads, rotary_dim] of the first token
   int64_t rotary_stride = 0;
   int64_t rotary_head_stride = 0;

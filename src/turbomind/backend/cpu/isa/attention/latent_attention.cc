@@ -1,9 +1,9 @@
-// ⑦ Attention over latents: some query rows over adjacent splits. All rows multiply the same tile, so a
-// tile is expanded once, and the lanes are query rows: a value of the cache is broadcast and
+// ⑦ Attention over latents: some query rows over adjacent splits. All rows multiply the same tile,
+// so a tile is expanded once, and the lanes are query rows: a value of the cache is broadcast and
 // multiplied with a run of them. A key is a whole row of the tile and a value its first part.
 //
-// Work per tile and block of 16 rows: 64 * (rank + rotary_dim) products for the scores and 64 * rank
-// for the values. With 16 heads, reading the tile takes far less time.
+// Work per tile and block of 16 rows: 64 * (rank + rotary_dim) products for the scores and 64 *
+// rank for the values. With 16 heads, reading the tile takes far less time.
 
 #include <cstdint>
 
@@ -143,8 +143,8 @@ void FindSeen(const LatentSplitsArgs& args, int block, int tile, bool window16, 
     }
   }
   for (int lane = 0; lane < MinOf(kLanes, rows.num_rows - block * kLanes); ++lane) {
-    seen->all = seen->all && seen->begin[lane] == seen->some.begin &&
-                seen->end[lane] == seen->some.end;
+    seen->all =
+        seen->all && seen->begin[lane] == seen->some.begin && seen->end[lane] == seen->some.end;
   }
 }
 
@@ -244,8 +244,7 @@ void ScoreBytes(const Call& call, int block, const Seen& seen) {
 void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, float* o) {
   const ByteTile& bytes = call.memory.bytes;
   int32_t* weights = call.memory.byte_weights;
-  const F32x16 factor =
-      WeighBytes(call.memory.sums, bytes.scales, seen.begin, seen.end, weights);
+  const F32x16 factor = WeighBytes(call.memory.sums, bytes.scales, seen.begin, seen.end, weights);
   constexpr int64_t stride = kValueRun * kTokenBytes;
   for (int d = 0; d < call.rank; d += kByteDims) {
     for (int first = 0; first < kByteDims; first += kSums) {
@@ -255,8 +254,8 @@ void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, flo
       }
       for (int t = seen.begin / kTokenBytes; t * kTokenBytes < seen.end; ++t) {
         const I32x16 weight = LoadInt(weights + t * kLanes);
-        const int8_t* value = bytes.values + (d + first) / kValueRun * (kTileTokens * kValueRun) + t * stride +
-                              first % kValueRun * kTokenBytes;
+        const int8_t* value = bytes.values + (d + first) / kValueRun * (kTileTokens * kValueRun) +
+                              t * stride + first % kValueRun * kTokenBytes;
         Unroll<kSums>([&](auto i) __attribute__((always_inline)) {
           constexpr int at = decltype(i)::value;
           sum[at] = DotBytes(sum[at], weight, value + at * kTokenBytes);
@@ -270,7 +269,8 @@ void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, flo
   }
 }
 
-// Expands the latents of 16 positions from `position` on, of which the tokens [begin, end) are seen.
+// Expands the latents of 16 positions from `position` on, of which the tokens [begin, end) are
+// seen.
 void ExpandRun(const Call& call, const KvHead& kv, int position, const Seen& some) {
   const KvLayerView& layer = *kv.layer;
   const int first = position % kTileTokens;

@@ -19,16 +19,17 @@ namespace turbomind::TM_ISA {
 
 inline constexpr float kByteMax = 127.f;
 inline constexpr float kRotaryMax = 4095.f;  // sums of kMaxLatentDim products fit into 32 bits
-inline constexpr float kWeightMax = 254.f;  // one less than a byte holds: a remainder may come on top
-inline constexpr int kByteDims = 64;        // values that are expanded at once
-inline constexpr int kValueRun = 16;    // values of a run of ByteTile::values
-inline constexpr int kTokenBytes = 4;       // tokens whose values share a dword
+inline constexpr float kWeightMax =
+    254.f;                             // one less than a byte holds: a remainder may come on top
+inline constexpr int kByteDims = 64;   // values that are expanded at once
+inline constexpr int kValueRun = 16;   // values of a run of ByteTile::values
+inline constexpr int kTokenBytes = 4;  // tokens whose values share a dword
 inline constexpr float kLeastScale = 1e-30f;  // below it, a token or a row counts as zero
 
 // A tile in 8 bits.
 struct ByteTile {
-  int8_t* keys;      // [kTileTokens, rank]
-  int16_t* rotary;   // [kTileTokens, rotary_dim] of 13 bits
+  int8_t* keys;          // [kTileTokens, rank]
+  int16_t* rotary;       // [kTileTokens, rotary_dim] of 13 bits
   float* rotary_scales;  // [kTileTokens] of each token
   // [rank / kValueRun, kTileTokens / kTokenBytes, kValueRun, kTokenBytes], in the order of ValueDim
   // within kByteDims
@@ -49,9 +50,7 @@ struct ByteQueries {
 #if defined(TM_ISA_avx512)
 
 // Returns sum + the products of four unsigned bytes of a with four signed ones of the dword at b.
-TM_HD I32x16 DotBytes(I32x16 sum, I32x16 a, const void* b) {
-  return {DotBytesOf(sum.v, a.v, b)};
-}
+TM_HD I32x16 DotBytes(I32x16 sum, I32x16 a, const void* b) { return {DotBytesOf(sum.v, a.v, b)}; }
 
 // Returns sum + the products of the pairs of a with the pair at b.
 TM_HD I32x16 DotPair(I32x16 sum, I32x16 a, const void* b) { return {DotPairsOf(sum.v, a.v, b)}; }
@@ -65,17 +64,15 @@ TM_HD void ExpandGroups(const uint8_t* payload, const int32_t* factors, int8_t* 
   const __m512i doubled = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 1, 2, 3, 4, 6, 8, 12));
   const __m512i of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   const __m512i factor = _mm512_permutexvar_epi32(
-      of_lane,
-      _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors))));
+      of_lane, _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors))));
   const __m512i products = _mm512_mullo_epi16(doubled, factor);
-  const __m512i positive =
-      _mm512_srli_epi16(_mm512_add_epi16(products, _mm512_set1_epi16(128)), 8);
+  const __m512i positive = _mm512_srli_epi16(_mm512_add_epi16(products, _mm512_set1_epi16(128)), 8);
   const __m512i table =
       _mm512_packs_epi16(positive, _mm512_sub_epi16(_mm512_setzero_si512(), positive));
   const __m512i bytes =
       _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(payload)));
-  const __m512i codes = _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi16(bytes, 4)),
-                                         _mm512_set1_epi8(15));
+  const __m512i codes =
+      _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi16(bytes, 4)), _mm512_set1_epi8(15));
   _mm512_storeu_si512(out, _mm512_shuffle_epi8(table, codes));
 }
 
@@ -246,15 +243,15 @@ TM_HD F32x16 RoundLanes(const float* q, int dim, float limit, F store) {
 inline void RoundToBytes(const float* q, int rank, int rotary_dim, const ByteQueries& to) {
   I32x16 bytes = Set1Int(0);
   Store(to.scales, RoundLanes(q, rank, kByteMax, [&](int d, const I32x16& codes) {
-    const I32x16 byte = Add(codes, Set1Int(128));
-    const I32x16 first = d % 4 == 0 ? Set1Int(0) : bytes;
-    const I32x16 moved = d % 4 == 0   ? byte
-                         : d % 4 == 1 ? ShiftLeft<8>(byte)
-                         : d % 4 == 2 ? ShiftLeft<16>(byte)
-                                      : ShiftLeft<24>(byte);
-    bytes = Or(first, moved);
-    StoreInt(to.codes + d / 4 * kLanes, bytes);
-  }));
+          const I32x16 byte = Add(codes, Set1Int(128));
+          const I32x16 first = d % 4 == 0 ? Set1Int(0) : bytes;
+          const I32x16 moved = d % 4 == 0   ? byte
+                               : d % 4 == 1 ? ShiftLeft<8>(byte)
+                               : d % 4 == 2 ? ShiftLeft<16>(byte)
+                                            : ShiftLeft<24>(byte);
+          bytes = Or(first, moved);
+          StoreInt(to.codes + d / 4 * kLanes, bytes);
+        }));
   I32x16 even = Set1Int(0);
   Store(to.rotary_scales,
         RoundLanes(q + rank * kLanes, rotary_dim, kRotaryMax, [&](int d, const I32x16& codes) {

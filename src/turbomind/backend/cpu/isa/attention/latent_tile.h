@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ A tile of a layer with latents, expanded to FP32 rows of keys: [kTileTokens, rank + rotary_dim].
-// The first part of a row is also the value.
+// ⑦ A tile of a layer with latents, expanded to FP32 rows of keys: [kTileTokens, rank +
+// rotary_dim]. The first part of a row is also the value.
 
 #include <cstdint>
 
