@@ -225,6 +225,11 @@ void ValidateLatents(const ModelConfig& model) {
   Require(std::isfinite(latent.norm_eps) && latent.norm_eps >= 0.f, "latent.norm_eps",
           "is " + std::to_string(latent.norm_eps) + ". It must be finite and at least 0.");
   Require(model.num_kv_heads == 1, "num_kv_heads", "must be 1 with latents.");
+  // Each head has matrices of its own, as experts have.
+  const int64_t heads = int64_t{model.num_heads} * model.num_layers;
+  Require(heads <= kMaxExpertsOfModel, "num_heads",
+          "gives " + std::to_string(heads) + " heads in all layers. Use at most " +
+              std::to_string(kMaxExpertsOfModel) + " with latents.");
   Require(model.softmax_scale > 0.f, "softmax_scale", "must be set with latents.");
   const bool is_plain = !model.recurrent.HasAny() && !model.attention_gate && !model.k_bias &&
                         model.attention_cap == 0.f && model.query_scaling.beta == 0.f &&

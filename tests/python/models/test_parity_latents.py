@@ -53,6 +53,17 @@ def test_chunks_do_not_change_latent_logits(chunk: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(*logits)
 
 
+def test_passes_of_heads_do_not_change_latent_logits(tmp_path: Path) -> None:
+    # A step of so many tokens computes 16 of the 20 heads, and then the others.
+    ids = prompt(600)
+    folder = str(save_model(make_model(TINY_LATENTS[1]), tmp_path))
+    logits = []
+    for max_prefill in (64, 600):
+        with EngineRun(folder, exact=True, max_prefill=max_prefill) as run:
+            logits.append(run.logits(ids))
+    np.testing.assert_array_equal(*logits)
+
+
 def change_tensor(folder: Path, suffix: str, change: Any) -> None:
     """Replace the tensors whose names end with `suffix`."""
     tensors = load_file(folder / "model.safetensors")
