@@ -81,11 +81,20 @@ class MoeConfig(_Fields):
     normalize: bool  # normalize a token's weights to a sum of 1
     sigmoid: bool  # scores are sigmoids, not a softmax
     shared_gate: bool  # a router weighs the shared expert
+    best_of_group: bool  # a group counts as its best expert
     weigh_inputs: bool  # weights multiply the inputs of experts, not their outputs
     num_groups: int  # of adjacent experts
     top_groups: int
     scale: float  # factor of the routed experts' output
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
+
+class LatentConfig(_Fields):
+    q_rank: int  # of the query's latent; 0: queries are projected at once
+    nope_dim: int  # values of a query head that do not rotate
+    rope_dim: int  # values that rotate; 0: the model has no latents
+    value_dim: int  # values of a head's output
+    interleaved: bool  # RoPE rotates neighbors instead of halves
+    norm_eps: float
 
 class NormConfig(_Fields):
     centered: bool  # LayerNorm instead of RMSNorm
@@ -133,6 +142,7 @@ class ModelConfig(_Fields):
     gated: bool
     attention_gate: bool  # attention is multiplied by the sigmoid of a projection of its input
     recurrent: RecurrentConfig
+    latent: LatentConfig
     attention_layers: list[int]  # per layer, 1: it has attention; empty: if it is not recurrent
     feed_forward_layers: list[int]  # per layer, 1: it has a feed-forward; empty: all
     norm: NormConfig

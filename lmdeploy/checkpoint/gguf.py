@@ -55,6 +55,8 @@ def open_gguf(path: Path) -> Checkpoint:
     for name, stored in family.gguf_optional_tensors.items():
         if as_location(stored).name.format(i=0) in present:
             names[name] = stored
+    for alternatives in family.gguf_alternatives:
+        names |= next((group for group in alternatives if _has_all(group, present)), {})
     recurrent = family.recurrent.gguf_tensors if family.recurrent else {}
     matrices = {kind: names[kind] for kind in REQUIRED_MATRICES if kind in names}
     for kind, place in {**matrices, **recurrent}.items():
@@ -122,6 +124,11 @@ def _with_fused_matrices(names: TensorNames, present: set[str]) -> dict[str, str
     if "gate" in names and not any(name.endswith(".ffn_gate.weight") for name in present):
         found |= GGUF_FUSED_GATE_UP
     return found
+
+
+def _has_all(names: TensorNames, present: set[str]) -> bool:
+    """Return whether layer 0 has all tensors."""
+    return all(as_location(stored).name.format(i=0) in present for stored in names.values())
 
 
 def _factors(file: GgufFile | GgufParts, name: str) -> list[float]:

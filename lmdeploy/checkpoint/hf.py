@@ -109,7 +109,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     config = resolve_tied_head(file, config, names=names, source=source)
     recurrent = family.recurrent.hf_tensors if family.recurrent else {}
     for matrix in family.hf_bias(reader):
-        names[f"{matrix}.bias"] = bias_of({**family.hf_tensors, **recurrent}[matrix])
+        names[f"{matrix}.bias"] = bias_of({**names, **recurrent}[matrix])
     tensors = tuple(
         plan_tensors(
             file,

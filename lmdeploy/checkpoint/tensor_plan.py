@@ -21,13 +21,20 @@ from lmdeploy.checkpoint.files.tensor_file import (
     TensorFile,
 )
 from lmdeploy.checkpoint.kv_scales import KvScales
+from lmdeploy.checkpoint.turned_matrix import TurnedMatrix
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import (
     ExpertTensors,
     TensorLocation,
     VectorRule,
 )
-from lmdeploy.models.family import FFN_MATRICES, ModelFamily, TensorNames
+from lmdeploy.models.family import (
+    FFN_MATRICES,
+    HEAD_MATRICES,
+    JOINT_HEADS,
+    ModelFamily,
+    TensorNames,
+)
 
 logger = logging.getLogger("lmdeploy")
 
@@ -194,11 +201,14 @@ def plan_tensors(
 
     for kind in outer:
         yield planned(kind)
+    of_heads = [kind for kind in places if kind in HEAD_MATRICES]
     expert_places = _choose(layout.experts, file=file, config=config)
     for layer in range(config.num_layers):
         for kind in places:
-            if is_in_layer(kind, config, layer=layer):
+            if kind not in of_heads and is_in_layer(kind, config, layer=layer):
                 yield planned(kind, layer=layer)
+        for kind in of_heads:
+            yield from _plan_heads(lookup, kind, place=places[kind], layer=layer)
         if config.has_experts(layer):
             yield from _plan_experts(lookup, expert_places, layer=layer)
     lookup.refuse_unknown()
@@ -248,6 +258,40 @@ def _interleaved_heads(kind: str, config: DecoderConfig) -> int:
     return {"q": config.num_heads, "k": config.num_kv_heads}.get(base.removesuffix("_norm"), 0)
 
 
+def _plan_heads(
+    lookup: _Lookup, kind: str, *, place: TensorLocation, layer: int
+) -> Iterator[PlannedTensor]:
+    """Yield the matrices of a layer's heads that multiply queries and sums of latents.
+
+    The stored matrix `latent.kv_b` makes the keys and the values of all heads from a latent. A
+    query multiplies a head's keys, so that part is transposed.
+    """
+    config, name = lookup.config, f"layers.{layer}"
+    assert config.latent is not None
+    keys, values = config.latent.nope_dim, config.latent.value_dim
+    if kind != JOINT_HEADS:
+        for head in range(config.num_heads):
+            tensor = lookup.find(kind, place, layer=layer, expert=head)
+            yield PlannedTensor(f"{name}.{kind}.{head}", tensor)
+        return
+    both = lookup.find(kind, place, layer=layer)
+    for head in range(config.num_heads):
+        first = head * (keys + values)
+        yield _turned(f"{name}.latent.k_b.{head}", both.take(first, keys))
+        yield PlannedTensor(f"{name}.latent.v_b.{head}", both.take(first + keys, values))
+
+
+def _turned(name: str, tensor: StoredTensor) -> PlannedTensor:
+    """Return the transposed matrix. Blocks of quantized rows cannot be transposed as they are."""
+    if tensor.format in PLAIN_FORMATS:
+        return PlannedTensor(name, tensor, transposed=True)
+    matrix = TurnedMatrix(tensor)
+    turned = replace(
+        tensor, format=f"{tensor.format} TURNED", shape=tensor.shape[::-1], matrix=matrix, runs=None
+    )
+    return PlannedTensor(name, turned)
+
+
 def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iterator[PlannedTensor]:
     """Yield the router and the shared expert of a layer, and then its experts in order."""
     moe = lookup.config.moe
@@ -267,6 +311,14 @@ def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iter
                 transposed=place.transposed,
                 mapped=_is_mxfp4(tensor),
             )
+
+
+def _count_stacked(kind: str, config: DecoderConfig) -> int:
+    """Return the items of a tensor with one for each head, or for each expert."""
+    if kind in HEAD_MATRICES:
+        return config.num_heads
+    assert config.moe is not None
+    return config.moe.num_experts
 
 
 def _is_mxfp4(tensor: StoredTensor) -> bool:
@@ -330,7 +382,8 @@ class _Lookup:
         if not place.stacked:  # a convolution has a dimension for the inputs of a channel
             tensor = self._stored(name, shape, max_dims=2 if place.convert is None else 3)
         else:
-            tensor = self._stack(name, shape).item(expert)
+            count_stacked = _count_stacked(kind, self.config)
+            tensor = self._stack(name, shape, count=count_stacked).item(expert)
         if place.half is not None and place.transposed:
             halves = replace(tensor, shape=(2 * count, shape[1] // 2))  # two for each row
             tensor = halves.take(place.half, 1, groups=count)
@@ -387,17 +440,23 @@ class _Lookup:
         names = [name.format(i=layer) for name in (place.name, place.scales)]
         shapes = ((rows, cols // 32, 16), (rows, cols // 32))
         codes, scales = (
-            self._stack(name, shape, formats=("U8",)).item(expert)
+            self._stack(name, shape, count=_count_stacked(kind, self.config), formats=("U8",)).item(
+                expert
+            )
             for name, shape in zip(names, shapes, strict=True)
         )
         return StoredTensor(codes.name, SPLIT_MXFP4, (rows, cols), codes.raw, scales.raw)
 
     def _stack(
-        self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        count: int,
+        formats: tuple[str, ...] = SUPPORTED_FORMATS,
     ) -> StoredTensor:
         if name not in self._stacked:
-            assert self.config.moe is not None
-            whole = (self.config.moe.num_experts, *shape)
+            whole = (count, *shape)
             if len(self._stacked) > _MAX_STACKED:
                 self._stacked.clear()
             self._stacked[name] = self._stored(name, whole, formats=formats)
@@ -451,6 +510,19 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "up": (inter, hidden),
         "down": (hidden, inter),
     }
+    if (latent := config.latent) is not None:
+        rank, heads = config.head_dim, config.num_heads
+        shapes |= {
+            "o": (hidden, heads * latent.value_dim),
+            "latent.q_a": (latent.q_rank, hidden),
+            "latent.q_a_norm": (latent.q_rank,),
+            "latent.q": (heads * latent.query_dim, latent.q_rank or hidden),
+            "latent.kv_a": (rank + latent.rope_dim, hidden),
+            "latent.kv_a_norm": (rank,),
+            JOINT_HEADS: (heads * (latent.nope_dim + latent.value_dim), rank),
+            "latent.k_b": (rank, latent.nope_dim),
+            "latent.v_b": (latent.value_dim, rank),
+        }
     if config.moe is not None:
         width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
         outer = config.moe.latent_size or hidden

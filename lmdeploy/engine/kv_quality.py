@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmdeploy.base.checks import user_path
+from lmdeploy.base.checks import OptionError, user_path
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.kv_format_options import FormatPair, four_bit_formats, fp4_formats
 from lmdeploy.engine.kv_calibration import SCALED_FORMAT
@@ -95,12 +95,14 @@ def resolve_kv_options(
     windows: Sequence[int],
     *,
     k_bias: bool = False,
+    latents: bool = False,
     capability: _turbomind.DeviceCapability | None = None,
 ) -> KvOptions:
     """Return the options of `config` for a model and a device.
 
     `windows` has the sliding window of each layer (0: full attention), and `k_bias` is the field of
-    ModelConfig. None uses the CPU's capability.
+    ModelConfig. A model with `latents` caches no K of heads, which could be rotated or have an
+    offset. None uses the CPU's capability.
 
     Raise ValueError for a format that does not fit the model's layers or the device, and for an
     option without effect.
@@ -120,26 +122,40 @@ def resolve_kv_options(
         return KvOptions(layers, "raw")
     quality = config.kv_quality or ("balanced" if names & four_bit_formats() else "raw")
     by_default = quality != "raw"
+    if latents:
+        _refuse_for_latents(config)
     sink_tokens, recent_tokens = _window16_tokens(config, by_default)
     search = by_default if config.kv_scale_search is None else config.kv_scale_search
     has_window = recent_tokens != NO_WINDOW16
     # Without a window, the offset comes from a bias of K. Such a model needs it in every format.
     offset = config.kv_k_offset or ("block" if by_default or k_bias else "none")
+    rotation = by_default if config.kv_rotation is None else config.kv_rotation
     # A window of int8 costs more than it saves if the cache has 8 bits itself.
     window = config.kv_window or ("int8" if by_default and names & four_bit_formats() else "16bit")
     path = config.kv_calibration
     return KvOptions(
         layers=layers,
         quality=quality,
-        rotation=by_default if config.kv_rotation is None else config.kv_rotation,
+        rotation=rotation and not latents,
         scale_search=search and bool(names & fp4_formats()),
-        k_offset=offset == "block" and (has_window or k_bias),
+        k_offset=offset == "block" and (has_window or k_bias) and not latents,
         window=window if has_window else "16bit",
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
         calibration=None if path is None else user_path("kv_calibration", path),
         note=_format_note(table, layers),
     )
+
+
+def _refuse_for_latents(config: TurbomindEngineConfig) -> None:
+    """Raise OptionError for options that have no effect on latents."""
+    reason = "but the model caches latents instead of K and V. Remove it"
+    if config.kv_rotation:
+        raise OptionError("kv_rotation", f"is on, {reason} (--kv-rotation).")
+    if config.kv_k_offset == "block":
+        raise OptionError("kv_k_offset", f"is block, {reason} (--kv-k-offset).")
+    if config.kv_calibration is not None:
+        raise OptionError("kv_calibration", f"is set, {reason} (--kv-calibration).")
 
 
 def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> str:

@@ -57,7 +57,13 @@ def engine_config_of(
     if config.speculative_draft_model or (config.speculative_algorithm or by_default) == "ngram":
         engine_config.num_draft_tokens = config.speculative_num_draft_tokens
     _warn_of_length(engine_config.session_len, model)
-    options = resolve_kv_options(config, model.windows, k_bias=model.k_bias, capability=capability)
+    options = resolve_kv_options(
+        config,
+        model.windows,
+        k_bias=model.k_bias,
+        latents=model.latent.rope_dim > 0,
+        capability=capability,
+    )
     options = with_kv_scales(options, kv_scales)
     if kv_scales is not None and options.scales is None:
         logger.warning(

@@ -64,6 +64,8 @@ def identity_of_cache(
         value = getattr(config, option.name)
         if option.more.affects_kv == "value" and value != option.default:
             known[option.name] = value
+    if model.latent.rope_dim:
+        known["rotary_dim"] = model.latent.rope_dim
     if kv.k_offset:
         known["k_offset"] = "bias and mean" if model.k_bias else "mean"
     if model.k_bias and kv.k_offset:

@@ -38,6 +38,8 @@ def layer_of(blocks: KvBlocks, index: int, *, window16: bool = False) -> KvLayer
     identity = blocks.identity
     formats = identity["layers"]
     check_int("index", index, low=0, high=len(formats) - 1)
+    if "rotary_dim" in identity:
+        raise refuse("rotary_dim", identity["rotary_dim"], wanted="absent: KVX has no latents")
     if identity["calibration"] is not None:
         raise refuse("calibration", identity["calibration"], wanted="None")
     if "k_bias" in identity and formats[index][0] != "none":

@@ -64,7 +64,12 @@ class OpenModel:
         from lmdeploy import _turbomind
         from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options, with_kv_scales
 
-        options = resolve_kv_options(config, self.config.windows, k_bias=self.config.k_bias)
+        options = resolve_kv_options(
+            config,
+            self.config.windows,
+            k_bias=self.config.k_bias,
+            latents=self.config.latent.rope_dim > 0,
+        )
         options = with_kv_scales(options, self.loaded.kv_scales)
         model_hash = self.hash if options.calibration is not None else None
 

@@ -64,7 +64,10 @@ def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> 
     """Raise ValueError if whole prompts stay in the window, so that no format could differ."""
     for name in options.formats:
         kv = resolve_kv_options(
-            options.config(parse_pair(name)), model.config.windows, k_bias=model.config.k_bias
+            options.config(parse_pair(name)),
+            model.config.windows,
+            k_bias=model.config.k_bias,
+            latents=model.config.latent.rope_dim > 0,
         )
         block = TurbomindEngineConfig().cache_block_seq_len
         window16 = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
@@ -134,7 +137,10 @@ def _candidates(model: OpenModel, options: SearchOptions) -> list[FormatPair]:
     found: dict[FormatPair, None] = {}
     for name in options.formats:
         resolved = resolve_kv_options(
-            options.config(parse_pair(name)), model.config.windows, k_bias=model.config.k_bias
+            options.config(parse_pair(name)),
+            model.config.windows,
+            k_bias=model.config.k_bias,
+            latents=model.config.latent.rope_dim > 0,
         )
         found[resolved.layers[0]] = None
     found.pop(NONE, None)

@@ -3,6 +3,7 @@
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.models import (
     cohere,
+    deepseek,
     ernie4_5,
     exaone4,
     falcon_h1,
@@ -19,6 +20,7 @@ from lmdeploy.models import (
     lfm2,
     llama,
     llama4,
+    minicpm3,
     minimax_m2,
     ministral,
     mistral,
@@ -68,6 +70,11 @@ FAMILIES: tuple[ModelFamily, ...] = (
     glm4.FAMILY,
     glm4.GLM4_FAMILY,
     glm4_moe.FAMILY,
+    deepseek.FAMILY,
+    deepseek.V3_FAMILY,
+    deepseek.GLM_FAMILY,
+    deepseek.GGUF_FAMILY,
+    minicpm3.FAMILY,
     minimax_m2.FAMILY,
     ministral.FAMILY,
     ministral.MINISTRAL3_FAMILY,
@@ -86,6 +93,15 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )
 
 
+# Architectures whose names are close to supported ones, and what the engine lacks for them.
+_INDEXER = "its attention reads the tokens that a sparse indexer selects, which is not supported"
+_REFUSED = {
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": _INDEXER,
+    "GlmMoeDsaForCausalLM": _INDEXER,
+}
+
+
 def supported_architectures() -> list[str]:
     """Return the `architectures` names of config.json that can be loaded."""
     return [name for family in FAMILIES for name in family.hf_architectures]
@@ -99,6 +115,8 @@ def family_of_hf(architecture: str, source: str) -> ModelFamily:
     name = architecture
     if name.endswith("Model"):
         name = name.removesuffix("Model") + "ForCausalLM"
+    if name in _REFUSED:
+        raise ModelFormatError(f"{source}: architecture is {name}: {_REFUSED[name]}.")
     for family in FAMILIES:
         if name in family.hf_architectures:
             return family

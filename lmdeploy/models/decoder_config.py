@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from lmdeploy.models.structure import Structure
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
+    from lmdeploy._turbomind import (
+        LatentConfig,
+        ModelConfig,
+        MoeConfig,
+        RecurrentConfig,
+        RopeConfig,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class MoeSettings:
     normalize: bool = True  # the top_k weights of a token sum to 1
     sigmoid: bool = False  # scores are sigmoids of the logits, not a softmax
     shared_gate: bool = True  # a router weighs the shared expert
+    best_of_group: bool = False  # a group counts as its best expert, not as its best two
     weigh_inputs: bool = False  # weights multiply the inputs of experts, not their outputs
     num_groups: int = 1  # of adjacent experts; a token's experts come from the top_groups best
     top_groups: int = 1
@@ -105,6 +112,29 @@ class RecurrentSettings:
 
 
 @dataclass(frozen=True)
+class LatentSettings:
+    """Multi-head latent attention: all heads read one latent of `head_dim` values per token."""
+
+    nope_dim: int  # values of a query head that do not rotate
+    rope_dim: int  # values that rotate
+    value_dim: int  # values of a head's output
+    q_rank: int = 0  # of the query's latent; 0 if queries are projected at once
+    interleaved: bool = False  # RoPE rotates neighbors instead of halves
+    norm_eps: float = 1e-6  # of the norms of both latents
+
+    @property
+    def query_dim(self) -> int:
+        """Return the values of a query head."""
+        return self.nope_dim + self.rope_dim
+
+    def to_engine(self) -> LatentConfig:
+        """Return the engine's form of these settings."""
+        from lmdeploy._turbomind import LatentConfig
+
+        return LatentConfig.from_dict(vars(self))
+
+
+@dataclass(frozen=True)
 class BranchSettings:
     """The branches of each layer.
 
@@ -125,7 +155,7 @@ class DecoderConfig:
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of K and V; with latents, of the latent
     vocab_size: int
     max_position: int
     norm_eps: float
@@ -137,6 +167,7 @@ class DecoderConfig:
     layer_ropes: tuple[int, ...] = ()  # per layer: index in ropes, or -1; empty means 0 for all
     moe: MoeSettings | None = None  # None if every layer is dense
     recurrent: RecurrentSettings | None = None  # None if no layer is recurrent
+    latent: LatentSettings | None = None  # None if heads have K and V of their own
     branches: BranchSettings = BranchSettings()
     swiglu_limit: float = 7.0  # of clamped_swiglu
     structure: Structure = field(default_factory=Structure)
@@ -171,13 +202,15 @@ class DecoderConfig:
         fields = vars(self) | self.structure.to_engine()
         fields["ropes"] = [rope.to_engine(self.head_dim) for rope in self.ropes]
         del fields["tied_head"], fields["structure"], fields["moe"], fields["recurrent"]
-        del fields["branches"]
+        del fields["branches"], fields["latent"]
         fields["attention_layers"] = self.branches.attention
         fields["feed_forward_layers"] = self.branches.feed_forward
         if self.moe is not None:
             fields["moe"] = self.moe.to_engine()
         if self.recurrent is not None:
             fields["recurrent"] = self.recurrent.to_engine()
+        if self.latent is not None:
+            fields["latent"] = self.latent.to_engine()
         config = ModelConfig.from_dict({**fields, "dtype": dtype})
         config.validate()
         return config

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmdeploy.models.config_reader import ConfigReader
-from lmdeploy.models.decoder_config import BranchSettings, RecurrentSettings, RopeSettings
+from lmdeploy.models.decoder_config import (
+    BranchSettings,
+    LatentSettings,
+    RecurrentSettings,
+    RopeSettings,
+)
 from lmdeploy.models.experts import Experts, TensorLocation
 from lmdeploy.models.structure import Structure
 
@@ -79,6 +84,9 @@ GGUF_OUTPUT_NORMS = {
 ATTENTION_MATRICES = ("q", "k", "v", "o")
 ATTENTION_TENSORS = (*ATTENTION_MATRICES, "attention_gate", "q_norm", "k_norm", "sinks")
 FFN_MATRICES = ("gate", "up", "down")
+# Attention over latents: matrices with a part for each head, and the stored form of both at once.
+JOINT_HEADS = "latent.kv_b"
+HEAD_MATRICES = (JOINT_HEADS, "latent.k_b", "latent.v_b")
 RECURRENT_GATES = ("recurrent.a", "recurrent.b")
 
 StructureRule = Callable[[ConfigReader], Structure]
@@ -306,6 +314,8 @@ class ModelFamily:
     hf_extra_tensors: TensorRule = no_tensors  # that depend on config.json
     gguf_tensors: TensorNames = field(default_factory=lambda: GGUF_TENSORS)
     gguf_optional_tensors: TensorNames = field(default_factory=dict)  # that some models have
+    # Groups of tensors of which a file has one or none: the first whose tensors layer 0 has.
+    gguf_alternatives: tuple[tuple[TensorNames, ...], ...] = ()
     # The rows of each head of q and k that rotate are stored as pairs: i, i + dim / 2.
     hf_interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
@@ -325,11 +335,15 @@ class ModelFamily:
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     # Values that follow from others. They replace those of config.json.
     hf_derived: DefaultRule = no_defaults
+    gguf_derived: DefaultRule = no_defaults
     # The default if config.json has neither rope_parameters nor rope_scaling.
     hf_rope: Mapping[str, Any] | None = None
     activation: str = ""  # the engine's name; empty to use hidden_act
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    # The latents of a family with multi-head latent attention. `hf_derived` and `gguf_derived` then
+    # state the cache's row as head_dim, rotary_dim and one KV head.
+    latent: Callable[[ConfigReader], LatentSettings] | None = None
     branches: BranchRule = all_branches
     hf_scales: ScaleRule = no_scales  # of stored values
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config

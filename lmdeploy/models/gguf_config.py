@@ -18,8 +18,13 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.key_length": ("head_dim",),
+    "attention.key_length_mla": ("qk_head_dim",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attention.q_lora_rank": ("q_lora_rank",),
     "attention.scale": ("attention_multiplier",),
     "attention.sliding_window": ("sliding_window",),
+    "attention.value_length": ("value_length",),
+    "attention.value_length_mla": ("v_head_dim",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings",),
@@ -27,6 +32,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "embedding_scale": ("embedding_multiplier",),
     "expert_count": ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_gating_func": ("expert_gating_func",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
@@ -54,7 +60,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "moe_latent_size": ("moe_latent_size",),
     "logit_scale": ("logit_scale", "logits_scaling"),
     "residual_scale": ("residual_multiplier",),
-    "rope.dimension_count": ("rotary_dim",),
+    "rope.dimension_count": ("rotary_dim", "qk_rope_head_dim"),
     "rope.freq_base": ("rope_theta",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
     "rope.scaling.finetuned": ("rope_finetuned",),  # whether Granite's hybrids have RoPE
@@ -72,6 +78,7 @@ _BRANCHES = {
 }
 # A value of 0 means that the key is missing.
 _UNSET_BY_ZERO = {
+    "attention.q_lora_rank",
     "attention.scale",
     "embedding_scale",
     "expert_group_count",
@@ -141,7 +148,8 @@ def translate_metadata(
         "rope_parameters": _rope_parameters(metadata, family, names=names, own=of_tensors),
         **of_tensors,
     }
-    return ConfigReader(values, metadata.source, names=names)
+    reader = ConfigReader(values, metadata.source, names=names)
+    return reader.with_values(family.gguf_derived(reader))
 
 
 def _rope_parameters(
@@ -161,7 +169,9 @@ def _rope_parameters(
     kind = metadata.text(f"{scaling}.type", default="linear")
     if kind not in ("none", "linear", "yarn"):
         raise metadata.refuse(f"{scaling}.type is {kind[:40]!r}. It must be none, linear or yarn.")
-    _require(metadata, f"{scaling}.yarn_log_multiplier", wanted=0.0)
+    log_key = f"{scaling}.yarn_log_multiplier"
+    if family.latent is None:
+        _require(metadata, log_key, wanted=0.0)
     key = f"{scaling}.yarn_ext_factor"
     if metadata.number(key, default=-1.0, low=-1e12) >= 0.0:  # a negative value means unset
         _require(metadata, key, wanted=1.0 if kind == "yarn" else 0.0)
@@ -194,12 +204,20 @@ def _rope_parameters(
         return {"rope_type": "default"}
     if kind == "linear":
         return {**rope, "rope_type": kind}
+    if family.latent is not None:
+        # llama.cpp cancels the magnitude of YaRN and raises the scores instead, as DeepSeek does.
+        magnitude = {
+            "attention_factor": 1.0,
+            "mscale_all_dim": 10.0 * metadata.number(log_key, default=0.0),
+        }
+    else:
+        magnitude = {"attention_factor": attention * (1.0 + 0.1 * math.log(max(factor, 1.0)))}
     return {
         **rope,
+        **magnitude,
         "rope_type": kind,
         "beta_fast": metadata.number(f"{scaling}.yarn_beta_fast", default=32.0, low=1e-3),
         "beta_slow": metadata.number(f"{scaling}.yarn_beta_slow", default=1.0, low=1e-3),
-        "attention_factor": attention * (1.0 + 0.1 * math.log(max(factor, 1.0))),
         "truncate": (family.hf_rope or {}).get("truncate", True),
     }
 
@@ -208,7 +226,8 @@ def check_metadata(metadata: MetadataReader, config: DecoderConfig) -> None:
     """Raise ModelFormatError if a key that no rule reads contradicts the config."""
     prefix = metadata.text("general.architecture")
     key = f"{prefix}.attention.value_length"
-    if (value := metadata.integer(key, default=config.head_dim)) != config.head_dim:
+    value = metadata.integer(key, default=config.head_dim)
+    if value != config.head_dim and config.latent is None:
         raise metadata.refuse(f"{key} is {value}. It must be the head_dim {config.head_dim}.")
     if any(config.windows) and len(config.ropes) == 1:
         _require(metadata, f"{prefix}.rope.freq_base_swa", wanted=config.rope.theta)

@@ -67,6 +67,7 @@ def read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
             layer_ropes=layer_ropes,
             moe=moe,
             recurrent=family.recurrent.settings(reader, layers) if family.recurrent else None,
+            latent=family.latent(reader) if family.latent else None,
             branches=family.branches(reader, layers),
             structure=family.structure(reader),
             swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),

@@ -77,7 +77,7 @@ def part_of(planned: PlannedTensor) -> str | None:
         return None
     if planned.name in ("embedding", "head"):
         return "other"
-    mixes = ".recurrent." in planned.name
+    mixes = ".recurrent." in planned.name or ".latent." in planned.name
     return "attn" if mixes or planned.name.rpartition(".")[2] in ATTENTION_TENSORS else "mlp"
 
 

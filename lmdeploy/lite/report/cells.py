@@ -74,7 +74,12 @@ def _scales(model: OpenModel, config: TurbomindEngineConfig) -> tuple[Floats, Fl
     from lmdeploy.engine.kv_calibration import engine_constants, read_calibration
     from lmdeploy.engine.kv_quality import resolve_kv_options
 
-    options = resolve_kv_options(config, model.config.windows, k_bias=model.config.k_bias)
+    options = resolve_kv_options(
+        config,
+        model.config.windows,
+        k_bias=model.config.k_bias,
+        latents=model.config.latent.rope_dim > 0,
+    )
     if options.calibration is None:
         return None
     calibration = read_calibration(options.calibration, model.config, model_hash=model.hash)

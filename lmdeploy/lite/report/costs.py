@@ -32,7 +32,10 @@ def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
     from lmdeploy import _turbomind
 
     config = model.config
-    values = 2 * config.num_attention_layers() * config.num_kv_heads * config.head_dim
+    row = 2 * config.num_kv_heads * config.head_dim
+    if rotary := config.latent.rope_dim:  # a latent is K and V
+        row = config.head_dim + rotary
+    values = config.num_attention_layers() * row
     return {
         str(tokens): _turbomind.sequence_bytes(config, cell.engine_config(tokens), tokens)
         * 8
@@ -55,6 +58,8 @@ def write_ns_per_token(model: OpenModel, cell: KvVariant) -> float:
         modes.append(options.kv_window_format.name)
     dtype, search = model.config.dtype, options.kv_search_scales
     per_row = sum(_encode_ns(mode, rows, dtype=dtype, search=search) for mode in modes)
+    if model.config.latent.rope_dim:  # the rotary part keeps 16 bits
+        return per_row * model.config.num_attention_layers()
     return per_row * 2 * model.config.num_attention_layers() * model.config.num_kv_heads
 
 

@@ -67,8 +67,8 @@ void DefModelParts(py::module_& m) {
       moe, MemberList<&MoeConfig::num_experts, &MoeConfig::top_k, &MoeConfig::intermediate_size,
                       &MoeConfig::shared_intermediate_size, &MoeConfig::latent_size,
                       &MoeConfig::normalize, &MoeConfig::sigmoid, &MoeConfig::shared_gate,
-                      &MoeConfig::weigh_inputs, &MoeConfig::num_groups, &MoeConfig::top_groups,
-                      &MoeConfig::scale, &MoeConfig::layers>());
+                      &MoeConfig::best_of_group, &MoeConfig::weigh_inputs, &MoeConfig::num_groups,
+                      &MoeConfig::top_groups, &MoeConfig::scale, &MoeConfig::layers>());
   DefFields(moe);
 
   py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");
@@ -80,6 +80,13 @@ void DefModelParts(py::module_& m) {
                             &RecurrentConfig::gate_first, &RecurrentConfig::tiled>());
   DefEnum(recurrent, "rule", &RecurrentConfig::rule, kRecurrentRules);
   DefFields(recurrent);
+
+  py::class_<LatentConfig> latent(m, "LatentConfig");
+  DefMembers<LatentConfig>(
+      latent,
+      MemberList<&LatentConfig::q_rank, &LatentConfig::nope_dim, &LatentConfig::rope_dim,
+                 &LatentConfig::value_dim, &LatentConfig::interleaved, &LatentConfig::norm_eps>());
+  DefFields(latent);
 
   py::class_<NormConfig> norm(m, "NormConfig");
   DefMembers<NormConfig>(
@@ -110,8 +117,8 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::embedding_scale, &ModelConfig::residual_scale,
                  &ModelConfig::logit_scale, &ModelConfig::logit_cap, &ModelConfig::parallel,
                  &ModelConfig::gated, &ModelConfig::attention_gate, &ModelConfig::recurrent,
-                 &ModelConfig::attention_layers, &ModelConfig::feed_forward_layers,
-                 &ModelConfig::norm, &ModelConfig::query_scaling,
+                 &ModelConfig::latent, &ModelConfig::attention_layers,
+                 &ModelConfig::feed_forward_layers, &ModelConfig::norm, &ModelConfig::query_scaling,
                  &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
                  &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());
   model.def("validate", &ModelConfig::Validate)

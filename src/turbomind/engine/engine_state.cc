@@ -71,6 +71,10 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
   if (!config.collect_kv_statistics) {
     return nullptr;
   }
+  if (model.latent.exists()) {
+    throw InvalidArgument("collect_kv_statistics",
+                          "is not supported for models with latents. Set it to False.");
+  }
   if (!device.capability().collects_kv_statistics) {
     throw InvalidArgument("collect_kv_statistics",
                           "is not supported on this device. Set it to False.");

@@ -146,9 +146,13 @@ std::string StateNeeds(const ModelConfig& model, const EngineConfig& config) {
 }
 
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
-void RequireHeadDim(int head_dim) {
+void RequireHeadDim(const ModelConfig& model) {
   constexpr int kMultiple = 16;
   constexpr int kLimit = 256;
+  const int head_dim = model.head_dim;
+  if (model.latent.exists()) {
+    return;  // ModelConfig::Validate checks latents
+  }
   if (head_dim % kMultiple != 0 || head_dim > kLimit) {
     throw InvalidArgument("head_dim", std::to_string(head_dim) +
                                           " is not supported. It must be a multiple of " +
@@ -214,10 +218,15 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   }
   cache.window16 = config.kv_quality.window16;
   cache.window_format = config.kv_quality.window_format;
-  cache.k_offset = config.kv_quality.k_offset;
+  cache.k_offset = config.kv_quality.k_offset && !model.latent.exists();
   cache.k_bias = model.k_bias;
   cache.state_bytes = model.recurrent.StateBytes();
   cache.checkpoint_bytes = CheckpointBytes(model, config);
+  cache.rotary_dim = model.latent.rope_dim;
+  // One format for K and V is that of the latents. The rotary part keeps 16 bits.
+  for (block::Config::LayerFormats& formats : cache.layers) {
+    formats.k = model.latent.exists() && formats.k == formats.v ? KvCacheMode::kNone : formats.k;
+  }
   for (int layer = 0; layer < model.num_layers; ++layer) {
     if (!model.HasAttention(layer)) {
       cache.windows[static_cast<size_t>(layer)] = kNoAttention;
@@ -227,7 +236,13 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
 }
 
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
-  RequireHeadDim(model.head_dim);
+  RequireHeadDim(model);
+  if (model.latent.exists() && !device.capability().has_latent_attention) {
+    throw InvalidArgument(
+        "Multi-head latent attention (DeepSeek, Kimi K2, GLM-4.7-Flash, MiniCPM3) "
+        "is not supported on " +
+        device.capability().generation + ". Use --device cpu.");
+  }
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
       device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
@@ -387,7 +402,7 @@ void PlanDraftMemory(const ModelConfig& model, const EngineConfig& config, int64
   }
   const ModelConfig& own = config.draft_model->model;
   own.Validate();
-  RequireHeadDim(own.head_dim);
+  RequireHeadDim(own);
   if (own.recurrent.HasAny()) {
     throw InvalidArgument("draft_model",
                           "has recurrent layers, which cannot go back to an earlier token. Use "
@@ -411,7 +426,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   model.Validate();
   ValidateEngineConfig(config);
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
-  RequireHeadDim(model.head_dim);
+  RequireHeadDim(model);
   const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, device);
   const std::vector<int64_t> needed = BlocksForSequences(
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});

@@ -41,11 +41,18 @@ int64_t StepCost::TokensFor(const std::vector<LayerGroup>& groups, int64_t begin
 
 StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& device) {
   const int64_t hidden = model.hidden_size;
-  const int64_t heads = int64_t{model.num_heads} * model.head_dim;
+  const LatentConfig& latent = model.latent;
+  const int64_t rank = model.head_dim;
+  const int64_t heads = int64_t{model.num_heads} * rank;
   const int64_t kv_heads = int64_t{model.num_kv_heads} * model.head_dim;
   int64_t products = 0;  // of one token
   for (int layer = 0; layer < model.num_layers; ++layer) {
-    if (model.HasAttention(layer)) {
+    if (latent.exists()) {
+      products += latent.q_rank > 0 ? latent.q_rank * (hidden + model.QuerySize())
+                                    : hidden * model.QuerySize();
+      products += hidden * (rank + latent.rope_dim + model.AttendedSize()) +
+                  heads * (latent.nope_dim + latent.value_dim);
+    } else if (model.HasAttention(layer)) {
       products += hidden * ((model.attention_gate ? 3 : 2) * heads + 2 * kv_heads);
     }
     if (model.recurrent.Has(layer)) {

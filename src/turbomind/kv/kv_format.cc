@@ -175,4 +175,14 @@ void RequireListedPair(KvCacheMode k, KvCacheMode v) {
   }
 }
 
+void RequireLatentPair(KvCacheMode rotary, KvCacheMode latent) {
+  if (!IsLatentPair(rotary, latent)) {
+    throw InvalidArgument(
+        "kv_cache_format",
+        std::string("is k=") + ToString(rotary) + ",v=" + ToString(latent) +
+            ". In a model with latents, K is the rotary part, which needs 8 or 16 "
+            "bits. Use none or int8 for K.");
+  }
+}
+
 }  // namespace turbomind

@@ -194,6 +194,16 @@ constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
 // Throws InvalidArgument for a pair that is not listed.
 void RequireListedPair(KvCacheMode k, KvCacheMode v);
 
+// Returns whether a layer with latents may store the rotary part of its keys and the latents in
+// these formats. The rotary part has at least 8 bits: it is an eighth of the row, and RoPE leaves
+// it no common direction.
+constexpr bool IsLatentPair(KvCacheMode rotary, KvCacheMode /*latent*/) {
+  return InfoOf(rotary).bits >= 8;
+}
+
+// Throws InvalidArgument for a pair that IsLatentPair rejects.
+void RequireLatentPair(KvCacheMode rotary, KvCacheMode latent);
+
 // Calls fn.template operator()<M>() with the format as a template argument. It runs on the host or
 // on the device, wherever fn may be called.
 #if defined(__CUDACC__)

@@ -128,6 +128,7 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     }
     block.kv_heads = config.kv_heads;
     block.head_dim = config.head_dim;
+    block.rotary_dim = config.rotary_dim;
     block.block_seq_len = config.block_seq_len;
     block.dtype = config.dtype;
     block.k_offset = config.k_offset && (rule.enabled() || config.k_bias);
@@ -136,9 +137,10 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
                                        std::nullopt, is_sixteen_bit ? PrecisionWindow{} : rule});
     if (group.rule.enabled()) {
       for (block::Config::LayerFormats& formats : block.layers) {
-        const KvCacheMode format =
-            formats.k == KvCacheMode::kNone ? KvCacheMode::kNone : config.window_format;
-        formats = {format, format};
+        formats.k = formats.k == KvCacheMode::kNone ? KvCacheMode::kNone : config.window_format;
+        formats.v = config.rotary_dim == 0            ? formats.k
+                    : formats.v == KvCacheMode::kNone ? KvCacheMode::kNone
+                                                      : config.window_format;
       }
       block.k_offset = config.k_offset && config.k_bias;
       group.window16_layout.emplace(std::move(block));

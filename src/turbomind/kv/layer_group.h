@@ -15,6 +15,7 @@ struct KvCacheConfig {
   std::vector<int> windows;  // as in kv/sliding_window.h. As long as `layers`
   int kv_heads = 0;
   int head_dim = 0;
+  int rotary_dim = 0;  // as in KvLayerView
   int block_seq_len = 64;
   DataType dtype = DataType::kBFloat16;
   PrecisionWindowTokens window16;  // off unless set

@@ -69,13 +69,21 @@ void CheckConfig(const Config& config) {
     throw InvalidArgument("The number of KV heads is " + std::to_string(config.kv_heads) +
                           ". It must be 1 to 65536.");
   }
+  Check(config.rotary_dim == 0 || (config.rotary_dim > 0 && config.rotary_dim % 16 == 0 &&
+                                   config.kv_heads == 1 && !config.k_offset),
+        "latents must have one KV head, a rotary part of whole runs of 16, and no K offset");
   if (config.layers.empty()) {
     throw InvalidArgument("A block needs at least 1 layer, but the configuration has none.");
   }
   for (const Config::LayerFormats& formats : config.layers) {
-    CheckFormat(formats.k, config.head_dim);
     CheckFormat(formats.v, config.head_dim);
-    RequireListedPair(formats.k, formats.v);
+    if (config.rotary_dim > 0) {
+      CheckFormat(formats.k, config.rotary_dim);
+      RequireLatentPair(formats.k, formats.v);
+    } else {
+      CheckFormat(formats.k, config.head_dim);
+      RequireListedPair(formats.k, formats.v);
+    }
   }
 }
 
@@ -93,12 +101,14 @@ KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   view.block_seq_len = config.block_seq_len;
   view.kv_heads = config.kv_heads;
   view.head_dim = config.head_dim;
+  view.rotary_dim = config.rotary_dim;
   view.format[0] = formats.k;
   view.format[1] = formats.v;
   for (int side = 0; side < 2; ++side) {
-    view.row_bytes[side] = RowBytes(view.format[side], config.head_dim, config.dtype);
+    const int dim = view.Dim(static_cast<KvSide>(side));
+    view.row_bytes[side] = RowBytes(view.format[side], dim, config.dtype);
     view.param_bytes[side] = ParamBytes(view.format[side], config.dtype);
-    view.scale_bytes[side] = ScaleBytes(view.format[side], config.head_dim);
+    view.scale_bytes[side] = ScaleBytes(view.format[side], dim);
   }
   const int64_t slots = static_cast<int64_t>(config.kv_heads) * config.block_seq_len;
   view.param_offset = slots * (view.row_bytes[0] + view.row_bytes[1]);

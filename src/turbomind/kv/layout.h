@@ -32,6 +32,10 @@ struct KvRow {
 // [kv_head][token][K | V] bytes.
 //
 // With a K offset, K is what the codes mean plus the block's offset row (kv/k_offset.h).
+//
+// In a layer with latents (multi-head latent attention) the two sides have their own widths. A row
+// of side V is a token's latent, and a row of side K has what a key has beside it: the rotary part.
+// A key is the row of V followed by the row of K; a value is the row of V. There is one KV head.
 struct KvLayerView {
   std::byte* data = nullptr;    // data pool, already offset to this layer
   std::byte* scales = nullptr;  // scale pool, already offset to this layer; null without FP4
@@ -41,7 +45,8 @@ struct KvLayerView {
   DataType dtype = DataType::kBFloat16;  // of 16-bit values and of (scale, zero)
   int block_seq_len = 0;
   int kv_heads = 0;
-  int head_dim = 0;
+  int head_dim = 0;             // values of a row of V, and of K unless rotary_dim is set
+  int rotary_dim = 0;           // values of a row of K in a layer with latents; 0: no latents
   int row_bytes[2] = {0, 0};    // payload bytes of one token's row, by KvSide
   int param_bytes[2] = {0, 0};  // bytes of (scale, zero) per token; 0 if the format has none
   int scale_bytes[2] = {0, 0};  // scale pool bytes per token and head; 0 if the format has none
@@ -85,6 +90,11 @@ struct KvLayerView {
     std::byte* payload = Payload(side, block, head) + static_cast<int64_t>(slot) * row_bytes[s];
     return {reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(metadata)};
   }
+  TM_HD bool HasLatents() const { return rotary_dim > 0; }
+  // Returns the values of a row.
+  TM_HD int Dim(KvSide side) const {
+    return side == KvSide::kK && HasLatents() ? rotary_dim : head_dim;
+  }
   TM_HD int ScaleStride() const { return scale_bytes[0] + scale_bytes[1]; }
   TM_HD bool HasKOffset() const { return k_offset_codes != 0; }
   // Returns the offset row of a block's keys, in int8. REQUIRES: HasKOffset().
@@ -110,6 +120,7 @@ struct Config {
   std::vector<LayerFormats> layers;  // the group's layers in model order
   int kv_heads = 0;
   int head_dim = 0;
+  int rotary_dim = 0;  // as in KvLayerView
   int block_seq_len = 64;
   DataType dtype = DataType::kBFloat16;
   bool k_offset = false;  // of every layer whose K is quantized
@@ -120,7 +131,8 @@ struct Config {
 //  1. Every layer and head offset is a multiple of 16 bytes; so are the two block sizes.
 //  2. block_bytes() and scale_block_bytes() depend on the config alone.
 // Throws InvalidArgument for a head_dim that a KV format cannot store, a block length that
-// IsBlockSeqLen (kv/block_seq_len.h) rejects, and a pair of formats that IsListedPair rejects.
+// IsBlockSeqLen (kv/block_seq_len.h) rejects, and a pair of formats that IsListedPair rejects, or
+// IsLatentPair for latents.
 class Layout {
  public:
   explicit Layout(Config config);

@@ -45,6 +45,7 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .weigh_inputs = model.moe.weigh_inputs,
                     .num_groups = model.moe.num_groups,
                     .top_groups = model.moe.top_groups,
+                    .best_of_group = model.moe.best_of_group,
                     .scale = model.moe.scale,
                     .activation = model.activation,
                     .swiglu_limit = model.swiglu_limit,

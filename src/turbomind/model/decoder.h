@@ -120,6 +120,11 @@ class Decoder {
   bool Attend(int index, const Input& x, const DecoderInput& input, bool only_rows);
   // Returns the input of the layer's mixers. Computes the norm unless its reader can.
   Input MixerInput(int index, int num_tokens);
+  // Attends over latents (decoder_latent.cc): computes `attended` from x, as Attend does.
+  bool AttendLatents(int index, const float* x, const DecoderInput& input, bool only_rows);
+  void ProjectLatents(int index, const float* x, int num_tokens);
+  void WriteLatents(int index, const BatchView& batch);
+  void LatentHeads(int index, const BatchView& batch, int first_head, int num_heads);
   void AddMixers(int index, int num_rows);
   void Attention(int index, const BatchView& batch, bool include_prefill);
   void Recur(int index, const Input& x, const DecoderInput& input);

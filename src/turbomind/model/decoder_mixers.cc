@@ -27,7 +27,8 @@ bool Decoder::Mix(int index, const Input& x, const DecoderInput& input, bool onl
   if (recurs) {
     Recur(index, x, input);
   }
-  if (attends && !Attend(index, x, input, only_rows)) {
+  if (attends && !(model().latent.exists() ? AttendLatents(index, x.x, input, only_rows)
+                                           : Attend(index, x, input, only_rows))) {
     return false;
   }
   if (!only_rows) {

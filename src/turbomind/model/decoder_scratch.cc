@@ -54,7 +54,31 @@ void PlaceMoe(const ModelConfig& model, int64_t rows, MoeScratch& scratch, Place
   }
 }
 
+// The rows of the absorbed queries of a pass: 16 MiB each of queries and sums at a rank of 512.
+// More rows would read no latent less often in a usual step.
+constexpr int64_t kAbsorbedRows = 8192;
+constexpr int kHeadsAtOnce = 16;  // the least that a pass has: those that kernels compute at once
+
+void PlaceLatents(const ModelConfig& model, int64_t tokens, LatentScratch& scratch,
+                  Placer& placer) {
+  const LatentConfig& latent = model.latent;
+  const int64_t rank = model.head_dim;
+  const int64_t heads = std::min(model.num_heads, kHeadsAtOnce);
+  scratch.absorbed_rows =
+      std::min(tokens * model.num_heads, std::max(tokens * heads, kAbsorbedRows));
+  placer.Add(scratch.q_latents, tokens * latent.q_rank);
+  placer.Add(scratch.q, tokens * model.QuerySize());
+  placer.Add(scratch.rows, tokens * (rank + latent.rope_dim));
+  placer.Add(scratch.absorbed, scratch.absorbed_rows * rank);
+  placer.Add(scratch.sums, scratch.absorbed_rows * rank);
+}
+
 }  // namespace
+
+int LatentScratch::HeadsOfPass(int num_heads, int num_tokens) const {
+  const int64_t fits = absorbed_rows / num_tokens;
+  return fits >= num_heads ? num_heads : static_cast<int>(fits / kHeadsAtOnce * kHeadsAtOnce);
+}
 
 int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits,
                               std::byte* memory) {
@@ -84,8 +108,12 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
   const int64_t layer = placer.next();
-  placer.Add(qkv, tokens * (q_size + 2 * kv_size));
-  placer.Add(attended, tokens * q_size);
+  if (model.latent.exists()) {
+    PlaceLatents(model, tokens, latent, placer);
+  } else {
+    placer.Add(qkv, tokens * (q_size + 2 * kv_size));
+  }
+  placer.Add(attended, tokens * model.AttendedSize());
   placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
   placer.Add(attention_gate, model.attention_gate ? tokens * q_size : 0);
   if (!model.HasSumOfMixers()) {

@@ -23,6 +23,20 @@ struct RopeAngles {
   float* sin = nullptr;  // same
 };
 
+// The buffers of attention over latents. `absorbed` and `sums` are of the heads of one pass: of all
+// heads unless the step has many tokens.
+struct LatentScratch {
+  float* q_latents = nullptr;  // [max_tokens, q_rank]; for models that have them
+  float* q = nullptr;          // [max_tokens, heads, nope_dim + rope_dim]
+  float* rows = nullptr;       // [max_tokens, rank + rope_dim]
+  float* absorbed = nullptr;   // [absorbed_rows, rank] by token and head of the pass
+  float* sums = nullptr;       // same
+  int64_t absorbed_rows = 0;
+
+  // Returns how many heads a pass over `num_tokens` tokens has.
+  int HeadsOfPass(int num_heads, int num_tokens) const;
+};
+
 // The decoder's buffers as an arithmetic layout, so that the memory plan counts exactly what the
 // decoder reserves.
 struct DecoderScratch {
@@ -40,9 +54,11 @@ struct DecoderScratch {
   float* logits = nullptr;              // [max_logit_rows, vocab]
   // Buffers of a layer's attention:
   float* qkv = nullptr;             // [max_tokens, (heads + 2 kv_heads) * head_dim]
-  float* attended = nullptr;        // [max_tokens, heads * head_dim]
+  float* attended = nullptr;        // [max_tokens, ModelConfig::AttendedSize]
   float* attention_gate = nullptr;  // same; for models that have it
   float* q_dot_mean = nullptr;      // [max_tokens, heads]; for layers that subtract K's mean
+  // With latents, instead of qkv:
+  LatentScratch latent;
   // Buffers of a recurrent layer, in the same memory unless a layer has both:
   float* projected = nullptr;  // [max_tokens, RecurrentConfig::InputSize]
   float* convolved = nullptr;  // [max_tokens, channels]

@@ -202,6 +202,51 @@ void ValidateRopes(const ModelConfig& model) {
   }
 }
 
+// Checks that the latents fit the kernels, and that the model has no option that they lack.
+void ValidateLatents(const ModelConfig& model) {
+  constexpr int kMultiple = 16;
+  const LatentConfig& latent = model.latent;
+  if (latent.rope_dim == 0) {
+    Require(latent.q_rank == 0 && latent.nope_dim == 0 && latent.value_dim == 0, "latent.rope_dim",
+            "is 0, but other values of latent are not.");
+    return;
+  }
+  for (const auto& [field, dim] :
+       {std::pair{"latent.nope_dim", latent.nope_dim},
+        std::pair{"latent.rope_dim", latent.rope_dim},
+        std::pair{"latent.value_dim", latent.value_dim}, std::pair{"head_dim", model.head_dim}}) {
+    Require(dim > 0 && dim <= kMaxLatentDim && dim % kMultiple == 0, field,
+            "is " + std::to_string(dim) + ". With latents it must be a multiple of " +
+                std::to_string(kMultiple) + " up to " + std::to_string(kMaxLatentDim) + ".");
+  }
+  Require(latent.q_rank >= 0 && latent.q_rank <= kMaxWidth, "latent.q_rank",
+          "is " + std::to_string(latent.q_rank) + ". It must be 0 to " + std::to_string(kMaxWidth) +
+              ".");
+  Require(std::isfinite(latent.norm_eps) && latent.norm_eps >= 0.f, "latent.norm_eps",
+          "is " + std::to_string(latent.norm_eps) + ". It must be finite and at least 0.");
+  Require(model.num_kv_heads == 1, "num_kv_heads", "must be 1 with latents.");
+  // Each head has matrices of its own, as experts have.
+  const int64_t heads = int64_t{model.num_heads} * model.num_layers;
+  Require(heads <= kMaxExpertsOfModel, "num_heads",
+          "gives " + std::to_string(heads) + " heads in all layers. Use at most " +
+              std::to_string(kMaxExpertsOfModel) + " with latents.");
+  Require(model.softmax_scale > 0.f, "softmax_scale", "must be set with latents.");
+  const bool is_plain = !model.recurrent.HasAny() && !model.attention_gate && !model.k_bias &&
+                        model.attention_cap == 0.f && model.query_scaling.beta == 0.f &&
+                        !model.norm.qk_all_heads && !model.norm.qk_unit;
+  Require(is_plain, "latent.rope_dim",
+          "is set, but attention over latents has no recurrent layers, gate, bias of K, cap, "
+          "temperature or norms of heads.");
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    const int rope = model.RopeOf(layer);
+    Require(rope >= 0 && model.ropes[static_cast<size_t>(rope)].dim == latent.rope_dim, "ropes",
+            "must rotate latent.rope_dim (" + std::to_string(latent.rope_dim) +
+                ") values in every layer.");
+    Require(model.windows[static_cast<size_t>(layer)] == 0, "windows",
+            "must be 0 in every layer with latents.");
+  }
+}
+
 }  // namespace
 
 void ModelConfig::Validate() const {
@@ -242,6 +287,7 @@ void ModelConfig::Validate() const {
   ValidateFactors(*this);
   ValidateStructure(*this);
   ValidateRopes(*this);
+  ValidateLatents(*this);
 }
 
 ModelConfig Resolved(ModelConfig model, int session_len, bool by_sequence) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "turbomind/core/dtype.h"
+#include "turbomind/model/latent_config.h"
 #include "turbomind/model/recurrent_config.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/rope_config.h"
@@ -20,6 +21,7 @@ struct MoeConfig {
   bool normalize = true;             // norm_topk_prob
   bool sigmoid = false;              // scores are sigmoids, not a softmax
   bool shared_gate = true;           // a router weighs the shared expert
+  bool best_of_group = false;        // a group counts as its best expert, not as its best two
   bool weigh_inputs = false;         // weights multiply the inputs of experts, not their outputs
   int num_groups = 1;                // n_group: experts are chosen from the best groups
   int top_groups = 1;                // topk_group
@@ -49,7 +51,7 @@ struct ModelConfig {
   int intermediate_size = 0;  // of the dense feed-forward; 0 if every layer has experts
   int num_heads = 0;
   int num_kv_heads = 0;
-  int head_dim = 0;
+  int head_dim = 0;  // values of K and of V; with latents, of the latent
   int vocab_size = 0;
   int max_position = 0;  // max_position_embeddings
   float norm_eps = 1e-6f;
@@ -68,6 +70,7 @@ struct ModelConfig {
   float swiglu_limit = 7.f;  // for kClampedSwiglu
   MoeConfig moe;
   RecurrentConfig recurrent;
+  LatentConfig latent;
   // Per layer: 1 if it has the branch. Empty: every layer that is not recurrent has attention, and
   // every layer a feed-forward.
   std::vector<uint8_t> attention_layers;
@@ -89,6 +92,13 @@ struct ModelConfig {
   // the sum of both.
   bool HasMixer(int layer) const { return HasAttention(layer) || recurrent.Has(layer); }
   int NumAttentionLayers() const;
+  // Returns the values of all query heads, and those of attention's output.
+  int64_t QuerySize() const {
+    return int64_t{num_heads} * (latent.exists() ? latent.QueryDim() : head_dim);
+  }
+  int64_t AttendedSize() const {
+    return int64_t{num_heads} * (latent.exists() ? latent.value_dim : head_dim);
+  }
   // Returns whether some layer has attention and a recurrent state.
   bool HasSumOfMixers() const;
   // Returns whether some layer has a feed-forward of intermediate_size.

@@ -22,6 +22,11 @@ std::vector<const LinearWeight*> LayerWeights::shared_linears() const {
   return {&qkv,
           &attention_gate,
           &output,
+          &latent.q_down,
+          &latent.q,
+          &latent.down,
+          &latent.k_matrices,
+          &latent.v_matrices,
           &recurrent.input,
           &recurrent.output,
           &gate_up,
@@ -143,6 +148,28 @@ struct WeightsBuilder::Impl {
     }
   }
 
+  void AddLatents(const std::string& prefix, LatentWeights& layer) {
+    const LatentConfig& latent = config.latent;
+    const int64_t rank = config.head_dim;
+    const int64_t hidden = config.hidden_size;
+    if (latent.q_rank > 0) {
+      Linear(layer.q_down, hidden, {{prefix + "q_a", latent.q_rank}});
+      Vector(prefix + "q_a_norm", layer.q_norm, latent.q_rank);
+    }
+    Linear(layer.q, latent.q_rank > 0 ? latent.q_rank : hidden,
+           {{prefix + "q", config.QuerySize()}});
+    Linear(layer.down, hidden, {{prefix + "kv_a", rank + latent.rope_dim}});
+    Vector(prefix + "kv_a_norm", layer.norm, rank);
+    const auto heads = static_cast<size_t>(config.num_heads);
+    layer.k_matrices.parts.resize(heads);
+    layer.v_matrices.parts.resize(heads);
+    for (size_t head = 0; head < heads; ++head) {
+      const std::string name = std::to_string(head);
+      Matrix(prefix + "k_b." + name, layer.k_matrices.parts[head], rank, latent.nope_dim);
+      Matrix(prefix + "v_b." + name, layer.v_matrices.parts[head], latent.value_dim, rank);
+    }
+  }
+
   // Returns whether the norm of a layer's mixers has one reader, which computes it.
   bool NormsMixerInput(int index) const {
     const bool has_two_mixers = config.recurrent.Has(index) && config.HasAttention(index);
@@ -150,6 +177,11 @@ struct WeightsBuilder::Impl {
   }
 
   void AddAttention(const std::string& prefix, int index, LayerWeights& layer) {
+    if (config.latent.exists()) {
+      AddLatents(prefix + "latent.", layer.latent);
+      Linear(layer.output, config.AttendedSize(), {{prefix + "o", config.hidden_size}});
+      return;
+    }
     const int64_t hidden = config.hidden_size;
     const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
     const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
@@ -288,7 +320,10 @@ struct WeightsBuilder::Impl {
     vectors[name] = {&target, size, required};
   }
 
-  bool HasVector(const std::string& name) const { return !vectors.at(name).values.empty(); }
+  bool HasVector(const std::string& name) const {
+    const auto found = vectors.find(name);
+    return found != vectors.end() && !found->second.values.empty();
+  }
 
   // Concatenates the biases of a layer's parts. A part without a bias gets zeros.
   void JoinBiases(std::vector<VectorUpload>& uploads) {
@@ -409,6 +444,19 @@ struct WeightsBuilder::Impl {
           throw InvalidArgument(
               "Weights " + name + " and " + found->second.first +
               " have different formats. Use one format for the experts of a layer.");
+        }
+      }
+    }
+  }
+
+  // Lets the decoder pass the matrices of all heads at once.
+  void ViewHeads() {
+    for (LayerWeights& layer : weights->layers) {
+      for (const auto& [views, linear] :
+           {std::pair{&layer.latent.k_up, &layer.latent.k_matrices},
+            std::pair{&layer.latent.v_up, &layer.latent.v_matrices}}) {
+        for (const auto& part : linear->parts) {
+          views->push_back({part.get()});
         }
       }
     }
@@ -550,6 +598,7 @@ std::shared_ptr<const Weights> WeightsBuilder::Build() {
   impl_->RequireOneFormat();
   impl_->Upload();
   impl_->ChooseForm();
+  impl_->ViewHeads();
   impl_->weights->exact = impl_->exact;
   return std::exchange(impl_->weights, nullptr);
 }

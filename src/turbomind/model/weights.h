@@ -73,6 +73,18 @@ struct RecurrentWeights {
   LinearWeight output;            // [hidden, value_size]
 };
 
+// The weights of attention over latents. The matrices of heads have one part per head, in the form
+// that multiplies latents: a query is absorbed by k_b, and sums of latents become values by v_b.
+struct LatentWeights {
+  LinearWeight q_down;                  // [q_rank, hidden]; empty if q_rank is 0
+  VectorWeight q_norm;                  // [q_rank]
+  LinearWeight q;                       // [heads * QueryDim, q_rank or hidden]
+  LinearWeight down;                    // [rank + rope_dim, hidden]
+  VectorWeight norm;                    // [rank]
+  std::vector<LinearPart> k_up, v_up;   // [heads]: views of the parts of the following
+  LinearWeight k_matrices, v_matrices;  // [heads * rank, nope_dim], [heads * value_dim, rank]
+};
+
 struct LayerWeights {
   NormWeight attention_norm, attention_output_norm;  // [hidden]; empty if the model has none
   NormWeight ffn_norm, ffn_output_norm;              // same
@@ -80,7 +92,8 @@ struct LayerWeights {
   VectorWeight sinks;           // [num_heads] or empty
   LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
   LinearWeight attention_gate;  // [heads * head_dim, hidden] or empty
-  LinearWeight output;          // [hidden, heads * head_dim]
+  LinearWeight output;          // [hidden, ModelConfig::AttendedSize]
+  LatentWeights latent;         // instead of qkv, if the model has latents
   RecurrentWeights recurrent;   // of a recurrent layer
   LinearWeight gate_up;         // [2 * intermediate, hidden], for a dense layer; only up if the
                                 // model's feed-forward has no gate
@@ -111,6 +124,9 @@ struct Weights {
 //   sinks}; the norms over hidden values may have a ".bias", as final_norm may,
 //   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias",
 //   layers.{i}.attention_gate if the model has it;
+// for a layer with latents, instead of q, k and v, where {h} is a head:
+//   layers.{i}.latent.{q_a, q_a_norm, q, kv_a, kv_a_norm} and the same with ".bias",
+//   layers.{i}.latent.k_b.{h} [rank, nope_dim], layers.{i}.latent.v_b.{h} [value_dim, rank];
 // for a recurrent layer:
 //   layers.{i}.recurrent.{o, convolution, convolution.bias}, and by its rule (RecurrentWeights)
 //   layers.{i}.recurrent.{q, k, v, z, b, a, in_gate, out_gate, decay, dt_bias, skip, norm};

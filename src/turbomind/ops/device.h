@@ -6,11 +6,13 @@
 #include <optional>
 #include <string>
 
+#include "turbomind/core/check.h"
 #include "turbomind/core/device_memory.h"
 #include "turbomind/core/function_ref.h"
 #include "turbomind/kv/kv_format.h"
 #include "turbomind/ops/checkpoint_params.h"
 #include "turbomind/ops/copy_heads.h"
+#include "turbomind/ops/latent_params.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/recurrent_params.h"
 #include "turbomind/ops/tuning.h"
@@ -129,6 +131,20 @@ class Device : public DeviceMemory {
   virtual void PrefillAttention(const AttentionParams& params) = 0;
   // Handles sequences [0, num_decode) of the batch. It reads packed payload and scales directly.
   virtual void DecodeAttention(const AttentionParams& params) = 0;
+  // The ops of latents. REQUIRES: capability().has_latent_attention.
+  virtual void WriteLatents(const WriteLatentsParams& params) {
+    static_cast<void>(params);
+    RefuseLatents();
+  }
+  virtual void HeadLinear(const HeadLinearParams& params) {
+    static_cast<void>(params);
+    RefuseLatents();
+  }
+  // Handles all sequences of the batch.
+  virtual void LatentAttention(const LatentAttentionParams& params) {
+    static_cast<void>(params);
+    RefuseLatents();
+  }
   // The ops of recurrent layers. REQUIRES: capability().has_recurrent_layers.
   virtual void ShortConvolution(const ShortConvolutionParams& params) = 0;
   virtual void GatedDelta(const GatedDeltaParams& params) = 0;
@@ -147,6 +163,11 @@ class Device : public DeviceMemory {
   virtual bool SampleRows(const SampleRowsParams& params) {
     static_cast<void>(params);
     return false;
+  }
+
+ private:
+  [[noreturn]] void RefuseLatents() const {
+    throw InvalidArgument("The device " + name() + " has no attention over latents.");
   }
 };
 

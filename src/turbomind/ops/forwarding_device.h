@@ -74,6 +74,11 @@ class ForwardingDevice : public Device {
     device_->PrefillAttention(params);
   }
   void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
+  void WriteLatents(const WriteLatentsParams& params) override { device_->WriteLatents(params); }
+  void HeadLinear(const HeadLinearParams& params) override { device_->HeadLinear(params); }
+  void LatentAttention(const LatentAttentionParams& params) override {
+    device_->LatentAttention(params);
+  }
   void ShortConvolution(const ShortConvolutionParams& params) override {
     device_->ShortConvolution(params);
   }

@@ -25,4 +25,17 @@ struct PositionRange {
 void CheckBlocks(const BatchView& batch, const int32_t* tables, const PositionRange& range,
                  int block_seq_len);
 
+// Checks the rule of a layer's 16-bit window: it is enabled if and only if there is a pool.
+void CheckRule(const KvLayerView& kv, const KvLayerView& window16, const PrecisionWindow& rule);
+
+// What attention reads of a layer's cache.
+struct CacheReads {
+  const BatchView& batch;
+  PrecisionWindow rule;
+  int window = 0;  // as in kv/sliding_window.h
+  int block_seq_len = 0;
+};
+// Checks that every position that the new tokens of a sequence see has a block.
+void CheckReads(const CacheReads& reads, int seq);
+
 }  // namespace turbomind

@@ -27,7 +27,8 @@ struct MoeLayer {
   bool weigh_inputs = false;         // weights multiply the inputs of experts, not their outputs
   int num_groups = 1;                // of adjacent experts: RouteExpertsParams::num_groups
   int top_groups = 1;
-  float scale = 1.f;  // factor of the routed experts' output
+  bool best_of_group = false;  // RouteExpertsParams::best_of_group
+  float scale = 1.f;           // factor of the routed experts' output
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 

@@ -121,7 +121,7 @@ struct QuantizeBlocksParams {
 // Dequantizes the cache of some sequences to dense FP32, as a query at position context_len - 1
 // reads it. Values are as stored (K after RoPE, mean removal and rotation, without FastBias).
 struct FlattenKVParams {
-  float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]
+  float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]; rotary_dim with latents
   float* v = nullptr;  // same; slots at or beyond context_len are not written
   int max_len = 0;
   KvLayerView kv;
@@ -164,6 +164,7 @@ struct AttentionParams {
   BatchView batch;
 };
 
+inline constexpr int kMaxLatentDim = 512;  // of the kernels of latents
 inline constexpr int kTileTokens = 64;
 inline constexpr int kSplitTokens = 256;
 
@@ -373,6 +374,7 @@ struct RouteExpertsParams {
   // have at least top_k experts, and every group has at least two unless there is one.
   int num_groups = 1;
   int top_groups = 1;
+  bool best_of_group = false;  // a group counts as its highest score + bias alone
 };
 
 inline constexpr int kMaxExpertGroups = 32;

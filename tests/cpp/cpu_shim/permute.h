@@ -100,6 +100,18 @@ inline Part Extract(const Register& a, int at) {
   });
 }
 
+[[gnu::noinline]] inline __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
+  return cpu_shim::TwiceInt([](__m256i x, __m256i y) { return _mm256_unpacklo_epi8(x, y); }, a, b);
+}
+[[gnu::noinline]] inline __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
+  return cpu_shim::TwiceInt([](__m256i x, __m256i y) { return _mm256_unpackhi_epi8(x, y); }, a, b);
+}
+[[gnu::noinline]] inline __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
+  return cpu_shim::TwiceInt([](__m256i x, __m256i y) { return _mm256_unpacklo_epi16(x, y); }, a, b);
+}
+[[gnu::noinline]] inline __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
+  return cpu_shim::TwiceInt([](__m256i x, __m256i y) { return _mm256_unpackhi_epi16(x, y); }, a, b);
+}
 [[gnu::noinline]] inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
   return cpu_shim::TwiceInt([](__m256i x, __m256i y) { return _mm256_unpacklo_epi32(x, y); }, a, b);
 }

@@ -286,6 +286,33 @@ TEST_CASE("an unsupported head_dim is rejected before weights are loaded") {
   }
 }
 
+TEST_CASE("a device without attention over latents refuses them by name") {
+  ModelConfig model = Model();
+  model.latent = {.nope_dim = 32, .rope_dim = 64, .value_dim = 32};
+  model.head_dim = 512;
+  model.num_kv_heads = 1;
+  model.softmax_scale = 0.1f;
+  model.ropes[0].dim = 64;
+  std::ranges::fill(model.windows, 0);
+  model.Validate();
+  const EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  CHECK_NOTHROW(RequireKernels(model, config, *MakeCpuDevice(1)));
+  CHECK_THROWS_WITH_AS(RequireKernels(model, config, testing::NullDevice()),
+                       doctest::Contains("Multi-head latent attention"), InvalidArgument);
+  const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, kCpu);
+  CHECK(plan.bytes_per_token == model.num_layers * (512 / 2 + 512 / 16 + 2 * 64));
+  model.windows.back() = 64;
+  CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains("windows"), InvalidArgument);
+  model.windows.back() = 0;
+  model.latent.nope_dim = 40;
+  CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains("latent.nope_dim"), InvalidArgument);
+  model.latent.nope_dim = 32;
+  model.num_heads = 65536;
+  model.num_layers = 2;
+  model.windows.assign(2, 0);
+  CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains("heads in all layers"), InvalidArgument);
+}
+
 // Returns a model of which three of four layers are recurrent, with states of almost 2 MB.
 ModelConfig RecurrentModel() {
   ModelConfig model = Model(std::vector<int>(8, 0));

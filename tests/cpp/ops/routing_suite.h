@@ -45,7 +45,8 @@ inline Ids Highest(std::vector<double> keys, int count) {
   return ids;
 }
 
-// Sets the keys outside the groups with the largest sums of two keys to -infinity.
+// Sets the keys outside the groups with the largest sums of two keys, or the largest keys, to
+// -infinity.
 inline void HideGroups(const RouteExpertsParams& p, std::vector<double>& keys) {
   const auto size = static_cast<int64_t>(keys.size()) / p.num_groups;
   std::vector<double> sums;
@@ -54,7 +55,7 @@ inline void HideGroups(const RouteExpertsParams& p, std::vector<double>& keys) {
     std::ranges::replace_if(
         own, [](double key) { return std::isnan(key); }, -INFINITY);
     std::ranges::sort(own, std::greater());
-    sums.push_back(own[0] + own[1]);
+    sums.push_back(p.best_of_group ? own[0] : own[0] + own[1]);
   }
   const Ids selected = Highest(sums, p.top_groups);
   for (int group = 0; group < p.num_groups; ++group) {
@@ -210,16 +211,28 @@ TEST_CASE_FIXTURE(DeviceSuite, "routing from the groups with the largest sum of 
               CHECK(CheckRoutes(*this, p, logits) == want);
               CHECK(CheckRoutes(*this, p, logits, std::vector<float>(12)) == want);
             });
+  // The best experts of a group alone: those of groups 0 and 1 are 3 and 2.
+  ForScores(
+      {.num_experts = 12, .top_k = 3, .num_groups = 4, .top_groups = 2, .best_of_group = true},
+      [&](const RouteExpertsParams& p) {
+        CHECK(CheckRoutes(*this, p, logits) == Ids{0, 3, 4});
+      });
   constexpr int kShapes[][3] = {{8, 4, 2}, {96, 32, 3}, {256, 8, 4}, {12, 3, 3}};
   for (const auto& [experts, groups, top_groups] : kShapes) {
     std::vector<float> some = RandomVector(9 * experts, static_cast<uint32_t>(experts));
     some[1] = kNan;
     std::fill_n(some.begin() + experts, experts, 0.5f);  // ties of experts and of groups
-    ForScores({.num_experts = experts, .top_k = 4, .num_groups = groups, .top_groups = top_groups},
-              [&](const RouteExpertsParams& p) {
-                CheckRoutes(*this, p, some);
-                CheckRoutes(*this, p, some, RandomVector(experts, 7));
-              });
+    for (const bool best : {false, true}) {
+      ForScores({.num_experts = experts,
+                 .top_k = 4,
+                 .num_groups = groups,
+                 .top_groups = top_groups,
+                 .best_of_group = best},
+                [&](const RouteExpertsParams& p) {
+                  CheckRoutes(*this, p, some);
+                  CheckRoutes(*this, p, some, RandomVector(experts, 7));
+                });
+    }
   }
 }
 

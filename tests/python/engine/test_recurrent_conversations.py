@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conversations import ANSWER, BLOCK, SYSTEM, TURN, check_conversations, turns, whole_blocks
 from engine_runs import EngineRun
 from parity import prompt
 from tiny_families import FAMILY_MODELS
@@ -17,12 +17,6 @@ from tiny_models import make_model, save_model
 
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.cli.serve import dry_run_lines
-
-_BLOCK = 16  # of EngineRun
-_ANSWER = 12  # tokens
-_TURN = 30  # tokens of a message
-_SYSTEM = 200  # tokens that all conversations begin with
-_TURNS = 8
 
 
 @pytest.fixture(scope="module")
@@ -32,39 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def _turns(seed: int) -> Iterator[list[int]]:
-    """Yield the tokens of each message. The first one follows the system prompt."""
-    yield prompt(_SYSTEM) + prompt(_TURN, seed=100 * seed)
-    for turn in range(1, _TURNS):
-        yield prompt(_TURN, seed=100 * seed + turn)
-
-
-def _whole_blocks(num_tokens: int) -> int:
-    return num_tokens // _BLOCK * _BLOCK
-
-
-def _check_conversations(warm: EngineRun, cold: EngineRun) -> None:
-    for seed in (0, 1):  # the second conversation leaves the first after the system prompt
-        ids: list[int] = []
-        for turn, message in enumerate(_turns(seed)):
-            known = len(ids)
-            ids += message
-            got, wanted = warm.answer(ids, _ANSWER), cold.answer(ids, _ANSWER)
-            assert got.tokens == wanted.tokens
-            assert got.logits.tobytes() == wanted.logits.tobytes()
-            assert wanted.cached_tokens == 0
-            if turn:  # the last token of an answer is not computed before the next turn
-                assert got.cached_tokens == _whole_blocks(known - 1)
-            ids += got.tokens
-
-
 @pytest.mark.parametrize("kv_format", ["none", "int8", "fp8", "nvfp4"])
 def test_every_turn_has_the_bits_of_a_cold_one(folder: str, kv_format: str) -> None:
     with (
         EngineRun(folder, exact=False, kv_format=kv_format, prefix_caching=True) as warm,
         EngineRun(folder, exact=False, kv_format=kv_format) as cold,
     ):
-        _check_conversations(warm, cold)
+        check_conversations(warm, cold)
 
 
 @pytest.mark.parametrize("name", ["granite-4-h-moe", "falcon-h1", "nemotron-h", "lfm2"])
@@ -75,7 +43,7 @@ def test_other_recurrent_layers_have_the_same_hits(name: str, tmp_path: Path) ->
         EngineRun(path, exact=False, kv_format="nvfp4", prefix_caching=True) as warm,
         EngineRun(path, exact=False, kv_format="nvfp4", num_draft_tokens=4) as cold,
     ):
-        _check_conversations(warm, cold)
+        check_conversations(warm, cold)
 
 
 # The largest KL of the token after a hit. Measured: 9e-7 and 2e-5.
@@ -93,7 +61,7 @@ def test_checkpoints_with_fewer_bits_change_little(folder: str, state_format: st
             ids = prompt(length)
             warm.answer(ids, 1)
             got, wanted = warm.answer(ids, 1), cold.answer(ids, 1)
-            assert got.cached_tokens == _whole_blocks(length - 1)
+            assert got.cached_tokens == whole_blocks(length - 1)
             p, q = (
                 torch.log_softmax(torch.from_numpy(a.logits[0]).double(), -1) for a in (wanted, got)
             )
@@ -106,25 +74,25 @@ def test_an_edit_of_an_early_turn_hits_what_is_before_it(folder: str) -> None:
     with EngineRun(folder, exact=False, kv_format="nvfp4", prefix_caching=True) as run:
         ids: list[int] = []
         begins = []
-        for message in _turns(0):
+        for message in turns(0):
             begins.append(len(ids))
             ids += message
-            ids += run.answer(ids, _ANSWER).tokens
-        edited = ids[: begins[4]] + prompt(_TURN, seed=99)
-        first, again = run.answer(edited, _ANSWER), run.answer(edited, _ANSWER)
-        assert first.cached_tokens == _whole_blocks(begins[4] - 1)
-        assert again.cached_tokens == _whole_blocks(len(edited) - 1)
+            ids += run.answer(ids, ANSWER).tokens
+        edited = ids[: begins[4]] + prompt(TURN, seed=99)
+        first, again = run.answer(edited, ANSWER), run.answer(edited, ANSWER)
+        assert first.cached_tokens == whole_blocks(begins[4] - 1)
+        assert again.cached_tokens == whole_blocks(len(edited) - 1)
         assert again.logits.tobytes() == first.logits.tobytes()
 
 
 def test_the_third_prompt_hits_where_the_first_two_part(folder: str) -> None:
     with EngineRun(folder, exact=False, kv_format="nvfp4", prefix_caching=True) as run:
         cached = [
-            run.answer(prompt(_SYSTEM) + prompt(_TURN, seed=50 + i), _ANSWER).cached_tokens
+            run.answer(prompt(SYSTEM) + prompt(TURN, seed=50 + i), ANSWER).cached_tokens
             for i in range(4)
         ]
     # The second prompt begins at one of the checkpoints that divide the first.
-    assert cached == [0, 8 * _BLOCK, _whole_blocks(_SYSTEM), _whole_blocks(_SYSTEM)]
+    assert cached == [0, 8 * BLOCK, whole_blocks(SYSTEM), whole_blocks(SYSTEM)]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_families import FAMILY_MODELS
+from tiny_latents import V3 as LATENTS
 from tiny_models import TINY_MODELS, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
@@ -35,7 +36,9 @@ def prompt(seed: int = 1) -> list[int]:
 
 
 @pytest.fixture(
-    scope="module", params=[TINY_MODELS[0], WINDOWED, RECURRENT], ids=lambda tiny: tiny.name
+    scope="module",
+    params=[TINY_MODELS[0], WINDOWED, RECURRENT, LATENTS],
+    ids=lambda tiny: tiny.name,
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(make_model(request.param), tmp_path_factory.mktemp("model")))

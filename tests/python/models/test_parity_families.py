@@ -21,6 +21,7 @@ from reference.codecs import MODES, round_trip
 from reference.quality import rotate_rows
 from safetensors.numpy import load_file, save_file
 from tiny_families import FAMILY_MODELS
+from tiny_latents import TINY_LATENTS
 from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
 from transformers import DynamicCache
 
@@ -65,7 +66,8 @@ def test_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_path: 
 
 
 def test_every_family_is_compared_with_a_reference() -> None:
-    architectures = {f"{tiny.architecture}ForCausalLM" for tiny in (*FAMILY_MODELS, *TINY_MODELS)}
+    tiny_models = (*FAMILY_MODELS, *TINY_MODELS, *TINY_LATENTS)
+    architectures = {f"{tiny.architecture}ForCausalLM" for tiny in tiny_models}
     for family in FAMILIES:
         compared = architectures & set(family.hf_architectures)
         assert compared or family.name in _COVERED_ELSEWHERE, family.name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import EngineRun
-from parity import prompt, reference_logits, relative_error
+from parity import mean_kl, prompt, reference_logits, relative_error
 from safetensors.numpy import load_file, save_file
 from tiny_models import TinyModel, make_model, save_model
 from tiny_moe import (
@@ -49,12 +49,6 @@ def check_greedy(run: EngineRun, model: Any, ids: list[int]) -> None:
     assert len(answer) == NUM_GREEDY
     wanted = reference_logits(model, ids + answer)[len(ids) - 1 : -1].argmax(axis=1)
     assert answer == wanted.tolist()
-
-
-def mean_kl(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Return KL(wanted || got) per token."""
-    one, other = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (wanted, got))
-    return float((one.exp() * (one - other)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("tiny", TINY_MOE_MODELS, ids=lambda tiny: tiny.name)

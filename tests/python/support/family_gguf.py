@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from latent_gguf import LATENT_KEYS, head_matrices
 from recurrent_gguf import recurrent_tensors, with_falcon_factors
 from tiny_families import FAMILY_MODELS
 from tiny_gguf import finish_gguf, interleave, write_tokenizer
+from tiny_latents import TINY_LATENTS, V2, V3
 from tiny_models import TinyModel
 
 _WINDOW = {"attention.sliding_window": 24}
@@ -424,6 +426,13 @@ HYBRID_MODELS = (
     ),
 )
 GGUF_MODELS += HYBRID_MODELS
+# With the matrices of heads apart, and in the older form with one matrix.
+LATENT_MODELS = (
+    GgufModel(V2, "deepseek2", LATENT_KEYS[V2.name]),
+    GgufModel(TINY_LATENTS[1], "deepseek2", LATENT_KEYS[TINY_LATENTS[1].name]),
+    GgufModel(V3, "deepseek2", LATENT_KEYS[V3.name]),
+)
+GGUF_MODELS += LATENT_MODELS
 
 
 def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
@@ -443,8 +452,9 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     if "attention.head_count_kv" not in made.keys:
         writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if "attention.key_length" not in made.keys:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if made.arch.startswith("lfm2"):
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif hasattr(config, "rms_norm_eps"):
@@ -484,6 +494,10 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
                 values = values.swapaxes(-1, -2)
             for stored, part in zip(parts, _split(values, len(parts)), strict=True):
                 writer.add_tensor(stored, np.ascontiguousarray(part))
+            continue
+        if name.endswith("kv_b_proj.weight") and "attention.key_length_mla" in made.keys:
+            for stored, part in head_matrices(name, values, config):
+                writer.add_tensor(stored, part)
             continue
         if found := recurrent_tensors(made.arch, name, values, config):
             for stored, part in found:

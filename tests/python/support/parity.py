@@ -39,3 +39,9 @@ def reference_greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
 def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
     assert got.shape == wanted.shape
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+def mean_kl(got: np.ndarray, wanted: np.ndarray) -> float:
+    """Return KL(wanted || got) per token."""
+    one, other = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (wanted, got))
+    return float((one.exp() * (one - other)).sum(-1).mean())

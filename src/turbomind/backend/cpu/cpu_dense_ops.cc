@@ -44,10 +44,11 @@ void SelectExperts(const RouteExpertsParams& params, const float* keys, int32_t*
   }
 }
 
-// Returns the sum of the two highest keys.
-float GroupScore(const float* keys, int count) {
+// Returns the highest key, or the sum of the two highest ones.
+float GroupScore(const float* keys, int count, bool best) {
   const int32_t first = NextExpert(keys, count, -1);
-  return RouteKey(keys[first]) + RouteKey(keys[NextExpert(keys, count, first)]);
+  return best ? RouteKey(keys[first])
+              : RouteKey(keys[first]) + RouteKey(keys[NextExpert(keys, count, first)]);
 }
 
 // Sets the keys of the experts outside the selected groups to -infinity.
@@ -56,7 +57,7 @@ void HideGroups(const RouteExpertsParams& params, float* keys) {
   float scores[kMaxExpertGroups];
   bool selected[kMaxExpertGroups] = {};
   for (int group = 0; group < params.num_groups; ++group) {
-    scores[group] = GroupScore(keys + group * size, size);
+    scores[group] = GroupScore(keys + group * size, size, params.best_of_group);
   }
   int32_t last = -1;
   for (int rank = 0; rank < params.top_groups; ++rank) {

@@ -7,6 +7,7 @@
 
 #include "turbomind/backend/cpu/cpu_dense_ops.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
+#include "turbomind/backend/cpu/cpu_latent_ops.h"
 #include "turbomind/backend/cpu/cpu_linear.h"
 #include "turbomind/backend/cpu/cpu_recurrent_ops.h"
 #include "turbomind/backend/cpu/dense_kernels.h"
@@ -76,6 +77,7 @@ class CpuDevice final : public Device {
     DeviceCapability capability;
     capability.has_all_formats = true;
     capability.has_recurrent_layers = true;
+    capability.has_latent_attention = true;
     return capability;
   }
 
@@ -161,6 +163,15 @@ class CpuDevice final : public Device {
   }
   void DecodeAttention(const AttentionParams& params) override {
     CpuDecodeAttention(kv_, pool_, kv_scratch_, params);
+  }
+  void WriteLatents(const WriteLatentsParams& params) override {
+    CpuWriteLatents(kv_, pool_, params);
+  }
+  void HeadLinear(const HeadLinearParams& params) override {
+    CpuHeadLinear(dense_, pool_, linear_scratch_, params);
+  }
+  void LatentAttention(const LatentAttentionParams& params) override {
+    CpuLatentAttention(kv_, pool_, kv_scratch_, params);
   }
   void ShortConvolution(const ShortConvolutionParams& params) override {
     CpuShortConvolution(recurrent_, pool_, params);

@@ -135,10 +135,11 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
                   static_cast<size_t>(kv.row_bytes[s]) * kv.block_seq_len);
       return;
     }
-    const RowFormat from = {window16.format[s], window16.head_dim, window16.dtype, 1.f, false};
-    const RowFormat to = {kv.format[s], kv.head_dim, kv.dtype, GlobalScale(kv, side, head),
+    const int dim = kv.Dim(side);
+    const RowFormat from = {window16.format[s], dim, window16.dtype, 1.f, false};
+    const RowFormat to = {kv.format[s], dim, kv.dtype, GlobalScale(kv, side, head),
                           params.search_scales};
-    float base[kMaxHeadDim];
+    float base[kMaxRowDim];
     const bool has_base = side == KvSide::kK && window16.HasKOffset();
     if (has_base) {
       DecodeKOffset(window16, pending.window16, head, base);
@@ -146,26 +147,25 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     const auto read = [&](int slot, float* row) {
       const KvRow at = window16.Row(side, pending.window16, head, slot);
       kernels.decode_row(from, at.payload, at.metadata, row);
-      for (int d = 0; has_base && d < kv.head_dim; ++d) {
+      for (int d = 0; has_base && d < dim; ++d) {
         row[d] += base[d];
       }
     };
     const bool has_offset = side == KvSide::kK && kv.HasKOffset();
-    float row[kMaxHeadDim];
-    float offset[kMaxHeadDim] = {};
+    float row[kMaxRowDim];
+    float offset[kMaxRowDim] = {};
     if (has_offset) {
-      float run[kMaxHeadDim];
+      float run[kMaxRowDim];
       for (int slot = 0; slot < kv.block_seq_len; ++slot) {
         read(slot, row);
-        AddToKOffset(row, slot, kv.head_dim, kv.dtype, run, offset);
+        AddToKOffset(row, slot, dim, kv.dtype, run, offset);
       }
-      StoreKOffset(kv.KOffset(pending.quantized, head), kv.head_dim, kv.dtype, kv.block_seq_len,
-                   offset);
+      StoreKOffset(kv.KOffset(pending.quantized, head), dim, kv.dtype, kv.block_seq_len, offset);
     }
     int clipped = 0;
     for (int slot = 0; slot < kv.block_seq_len; ++slot) {
       read(slot, row);
-      for (int d = 0; has_offset && d < kv.head_dim; ++d) {
+      for (int d = 0; has_offset && d < dim; ++d) {
         row[d] -= offset[d];
       }
       const KvRow at = kv.Row(side, pending.quantized, head, slot);
@@ -179,18 +179,18 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
 void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params) {
   const BatchView& batch = params.batch;
   const int kv_heads = params.kv.kv_heads;
-  const int head_dim = params.kv.head_dim;
   const int64_t num_items = static_cast<int64_t>(batch.num_seqs) * kv_heads * 2;
   pool.ParallelFor(num_items, [&](int64_t item, int) {
     const KvSide side = item % 2 == 0 ? KvSide::kK : KvSide::kV;
     const int head = static_cast<int>(item / 2 % kv_heads);
     const int seq = static_cast<int>(item / 2 / kv_heads);
+    const int dim = params.kv.Dim(side);
     const int64_t row = seq * batch.block_table_stride;
     const int context = batch.context_lens[seq];
     float* out = (side == KvSide::kK ? params.k : params.v) +
-                 item / 2 * static_cast<int64_t>(params.max_len) * head_dim;
-    float offset[kMaxHeadDim] = {};
-    for (int t = 0; t < context; ++t, out += head_dim) {
+                 item / 2 * static_cast<int64_t>(params.max_len) * dim;
+    float offset[kMaxRowDim] = {};
+    for (int t = 0; t < context; ++t, out += dim) {
       const int index = t / params.kv.block_seq_len;
       const bool is_in_window16 =
           params.window16.data != nullptr && params.rule.IsInWindow16(index, context - 1);
@@ -198,16 +198,16 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
       const int64_t block =
           (is_in_window16 ? batch.window16_tables : batch.block_tables)[row + index];
       if (block < 0) {
-        std::fill_n(out, head_dim, 0.f);
+        std::fill_n(out, dim, 0.f);
         continue;
       }
       const KvRow at = kv.Row(side, block, head, t % kv.block_seq_len);
-      kernels.decode_row({kv.format[static_cast<int>(side)], head_dim, kv.dtype,
-                          GlobalScale(kv, side, head), false},
-                         at.payload, at.metadata, out);
+      kernels.decode_row(
+          {kv.format[static_cast<int>(side)], dim, kv.dtype, GlobalScale(kv, side, head), false},
+          at.payload, at.metadata, out);
       if (side == KvSide::kK && kv.HasKOffset()) {
         DecodeKOffset(kv, block, head, offset);
-        for (int d = 0; d < head_dim; ++d) {
+        for (int d = 0; d < dim; ++d) {
           out[d] += offset[d];
         }
       }

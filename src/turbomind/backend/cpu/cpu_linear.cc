@@ -31,11 +31,13 @@ const CpuMatrix& Packed(const PackedMatrix* matrix) {
 
 int64_t NumPanels(const CpuLinearPlan& plan) { return CeilDiv(plan.num_rows, plan.panel.rows); }
 
-CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
+CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part, int64_t first_input = 0) {
   CpuLinearPlan plan;
   plan.weight = &Packed(part.weight);
   plan.bias = part.bias;
-  Check(call.x_stride >= plan.weight->cols, "x_stride must cover the columns of the weight");
+  plan.first_input = first_input;
+  Check(call.x_stride >= first_input + plan.weight->cols,
+        "x_stride must cover the columns of the weight");
   return plan;
 }
 
@@ -56,6 +58,7 @@ void CutRows(const CpuDenseKernels& kernels, CpuLinearPlan& plan) {
 // Returns true if a plan reads the panels of the previous plan.
 bool SharesPanels(const std::vector<CpuLinearPlan>& plans, size_t i) {
   return i > 0 && plans[i].first_row == plans[i - 1].first_row &&
+         plans[i].first_input == plans[i - 1].first_input &&
          plans[i].weight->format == plans[i - 1].weight->format;
 }
 
@@ -120,6 +123,7 @@ void PackOne(const LinearCall& call, CpuLinearScratch& scratch, int64_t index) {
   PackPanelArgs args;
   args.format = plan.weight->format;
   args.x = call.x_rows == nullptr ? call.x + first_row * call.x_stride : call.x;
+  args.x += plan.first_input;
   args.x_stride = call.x_stride;
   args.x_rows = call.x_rows == nullptr ? nullptr : call.x_rows + first_row;
   args.num_rows =
@@ -228,6 +232,20 @@ void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinea
       plan.num_rows = end - begin;
       scratch.plans.push_back(plan);
     }
+  }
+  Run(kernels, pool, scratch, call);
+}
+
+void CpuHeadLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
+                   const HeadLinearParams& params) {
+  const LinearCall call = {
+      .x = params.x, .x_stride = params.x_stride, .y = params.y, .y_stride = params.y_stride};
+  scratch.plans.clear();
+  for (int head = 0; head < params.num_heads; ++head) {
+    CpuLinearPlan plan = PlanWeight(call, params.heads[head], head * params.x_head_stride);
+    plan.num_rows = params.num_rows;
+    plan.first_output = head * params.y_head_stride;
+    scratch.plans.push_back(plan);
   }
   Run(kernels, pool, scratch, call);
 }

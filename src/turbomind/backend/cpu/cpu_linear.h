@@ -10,6 +10,7 @@
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/packed_matrix.h"
 #include "turbomind/core/thread_pool.h"
+#include "turbomind/ops/latent_params.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
@@ -22,6 +23,7 @@ struct CpuLinearPlan {
   int64_t first_row = 0;  // row of y
   int num_rows = 0;
   int64_t first_output = 0;  // column of y
+  int64_t first_input = 0;   // column of x
   int64_t panels = 0;  // byte offset of its packed activations; the parts of a layer share them
   int64_t first_panel = 0;
   PanelPlan panel;
@@ -59,5 +61,7 @@ void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratc
                const LinearParams& params);
 void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
                       const GroupedLinearParams& params);
+void CpuHeadLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
+                   const HeadLinearParams& params);
 
 }  // namespace turbomind

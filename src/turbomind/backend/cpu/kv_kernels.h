@@ -12,12 +12,14 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/row_kernels.h"
+#include "turbomind/ops/latent_params.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
 
 inline constexpr int kStateHeader = 2;
-inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kMaxHeadDim = 256;  // of attention over heads
+inline constexpr int kMaxRowDim = kMaxLatentDim;
 // Usual maximum number of query rows (new tokens × heads of a group) of one prefill item.
 inline constexpr int kPrefillRows = 96;
 
@@ -93,7 +95,70 @@ struct WriteHeadArgs {
   float q_scale = 1.f;
 };
 
+// Attention over latents: lanes are query rows, that is a token's heads, and then those of the next
+// token. kLatentLanes rows are a block, whose state is kStateHeader + rank runs of kLatentLanes
+// floats.
+inline constexpr int kLatentLanes = 16;
+
+// Query rows [first_row, first_row + num_rows) of a run of tokens.
+struct LatentRows {
+  const float* q = nullptr;       // [tokens, heads, rank] of the first token
+  int64_t q_stride = 0;           // floats between tokens
+  const float* rotary = nullptr;  // [tokens, heads, rotary_dim] of the first token
+  int64_t rotary_stride = 0;
+  int64_t rotary_head_stride = 0;
+  int heads = 0;
+  int first_row = 0;
+  int num_rows = 0;
+
+  int num_blocks() const { return (num_rows + kLatentLanes - 1) / kLatentLanes; }
+};
+
+// Adjacent splits of the positions, for some query rows.
+struct LatentSplitsArgs {
+  KvHead kv;
+  KvHead window16;  // 16-bit window; layer is null without one
+  PrecisionWindow rule;
+  LatentRows rows;
+  int position = 0;  // of the first token
+  float softmax_scale = 1.f;
+  bool exact = false;
+  int begin = 0;  // positions [begin, end), not empty; a row sees none after its own
+  int end = 0;
+  float* states = nullptr;   // [splits, blocks, kStateHeader + rank, kLatentLanes]
+  float* later = nullptr;    // if set, memory for one split: `states` then has the merged state
+  float* scratch = nullptr;  // LatentScratchFloats, 64-byte aligned
+};
+
+// Merges the states of a later split into others. Their number of blocks is that of the rows.
+struct LatentMergeArgs {
+  float* states = nullptr;
+  const float* later = nullptr;
+  int num_blocks = 0;
+  int rank = 0;
+};
+
+// Writes the output of the rows.
+struct LatentOutputArgs {
+  const float* states = nullptr;
+  LatentRows rows;
+  int rank = 0;
+  float* out = nullptr;  // [tokens, heads, rank] of the first token, q_stride floats apart
+};
+
+// The queries and the row of one token.
+struct WriteLatentArgs {
+  const WriteLatentsParams* params = nullptr;
+  int token = 0;
+  int64_t block = 0;  // as in WriteHeadArgs
+  int slot = 0;
+};
+
 struct CpuKvKernels : CpuRowKernels {
+  void (*latent_splits)(const LatentSplitsArgs&) = nullptr;
+  void (*latent_merge)(const LatentMergeArgs&) = nullptr;
+  void (*latent_output)(const LatentOutputArgs&) = nullptr;
+  RowCounts (*write_latent)(const WriteLatentArgs&) = nullptr;
   void (*decode_splits)(const DecodeSplitsArgs&) = nullptr;
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
@@ -110,6 +175,20 @@ constexpr int64_t PrefillScratchFloats(int max_rows, int head_dim) {
   return kTileTokens * (2 * head_dim + 16) + 2 * kTileTokens * (head_dim / 16 + 2) +
          rows * kTileTokens + 4 * rows * head_dim + (rows + 16) * (head_dim + 16) + 24 * rows +
          rows * 2 * kMaxFastPairs + 256;
+}
+
+// Returns the size of a block's state, in floats.
+constexpr int64_t LatentStateFloats(int rank) {
+  return int64_t{kStateHeader + rank} * kLatentLanes;
+}
+
+// Returns the size of the scratch of latent_splits, in floats.
+constexpr int64_t LatentScratchFloats(int num_rows, int rank, int rotary_dim) {
+  const int64_t width = rank + rotary_dim;
+  const int64_t rows = num_rows + kLatentLanes;
+  // Queries, also rounded; the tile, also rounded; the metadata of both sides; scores.
+  return 2 * rows * width + 2 * kTileTokens * width + kTileTokens * (width / 16 + 4) +
+         kTileTokens * kLatentLanes + 8 * rows + 256;
 }
 
 namespace scalar {

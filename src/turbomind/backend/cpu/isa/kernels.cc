@@ -9,6 +9,7 @@
 
 namespace turbomind::TM_ISA {
 RowCounts WriteHead(const WriteHeadArgs& args);
+RowCounts WriteLatent(const WriteLatentArgs& args);
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
   kernels.linear = {.pack_panel = PackPanel,
@@ -28,6 +29,10 @@ void FillKvKernels(CpuKvKernels& kernels) {
   kernels.merge_splits = MergeSplits;
   kernels.prefill_rows = PrefillRows;
   kernels.write_head = WriteHead;
+  kernels.latent_splits = LatentSplits;
+  kernels.latent_merge = LatentMerge;
+  kernels.latent_output = LatentOutput;
+  kernels.write_latent = WriteLatent;
 }
 
 void FillRecurrentKernels(CpuRecurrentKernels& kernels) {

@@ -75,7 +75,8 @@ TM_DEVICE uint32_t SelectGroups(const RouteExpertsParams& p, const RouteChoice& 
     second = key > first ? first : key > second ? key : second;
     first = key > first ? key : first;
   }
-  const uint64_t key = lane < p.num_groups ? ExpertKey(first + second, lane) : 0;
+  const uint64_t key =
+      lane < p.num_groups ? ExpertKey(p.best_of_group ? first : first + second, lane) : 0;
   uint32_t groups = 0;
   for (int rank = 0; rank < p.top_groups; ++rank) {
     const bool taken = (groups >> lane & 1) != 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The product of pairs of int16, in a header of its own because tests replace it
+// The products of pairs of int16 and of bytes, in a header of its own because tests replace it
 // (tests/cpp/cpu_shim).
 
 #include <immintrin.h>
@@ -22,6 +22,13 @@ TM_HD __m512i DotPairs(__m512i sum, __m512i a, __m512i b) {
 TM_HD __m512i DotPairsOf(__m512i sum, __m512i a, const void* b) {
   const auto& pair = *static_cast<const int16_t(*)[2]>(b);
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(pair));
+  return sum;
+}
+
+// Returns sum + the products of four unsigned bytes of a with the four signed ones at b.
+TM_HD __m512i DotBytesOf(__m512i sum, __m512i a, const void* b) {
+  const auto& bytes = *static_cast<const int8_t(*)[4]>(b);
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(bytes));
   return sum;
 }
 

@@ -18,4 +18,10 @@ TM_HD __m512i DotPairsOf(__m512i sum, __m512i a, const void* b) {
   return _mm512_dpwssd_epi32(sum, a, _mm512_set1_epi32(pair));
 }
 
+TM_HD __m512i DotBytesOf(__m512i sum, __m512i a, const void* b) {
+  int32_t bytes;
+  __builtin_memcpy(&bytes, b, sizeof(bytes));
+  return _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(bytes));
+}
+
 }  // namespace turbomind::TM_ISA

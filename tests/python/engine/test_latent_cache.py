@@ -1,0 +1,166 @@
+"""Tests of the cache of latents: its bytes, and that hits, drafts and chunks change no bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conversations import check_conversations
+from engine_runs import EngineRun
+from parity import mean_kl, prompt, reference_logits
+from tiny_latents import GLM, MINICPM3, V2, V3
+from tiny_models import TinyModel, make_model, save_model
+
+from lmdeploy import Pipeline, TurbomindEngineConfig, _turbomind
+from lmdeploy.cli.serve import dry_run_lines
+from lmdeploy.engine.devices import open_device
+from lmdeploy.engine.plan import plan_engine
+
+FORMATS = ("none", "int8", "fp8", "int4", "mxfp4", "nvfp4")
+# One layer of DeepSeek's sizes: 512 values of the latent, 64 values that rotate.
+ROW_BYTES = {"none": 1152, "int8": 644, "fp8": 640, "int4": 388, "mxfp4": 416, "nvfp4": 416}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(make_model(V3), tmp_path_factory.mktemp("latents")))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_every_turn_has_the_bits_of_a_cold_one(folder: str, kv_format: str) -> None:
+    with (
+        EngineRun(folder, exact=False, kv_format=kv_format, prefix_caching=True) as warm,
+        EngineRun(folder, exact=False, kv_format=kv_format, num_draft_tokens=3) as cold,
+    ):
+        check_conversations(warm, cold)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_chunks_do_not_change_a_bit(folder: str, kv_format: str) -> None:
+    ids = prompt(300)
+    logits = []
+    for max_prefill in (5, 64, 300):
+        with EngineRun(folder, exact=False, kv_format=kv_format, max_prefill=max_prefill) as run:
+            logits.append(run.logits(ids))
+    np.testing.assert_array_equal(logits[0], logits[1])
+    np.testing.assert_array_equal(logits[0], logits[2])
+
+
+# The error of all logits in the L2 norm, relative to them, in a dense model with peaked attention.
+# Measured: 1.5e-6, 0.017, 0.085, 0.29, 0.35, 0.28.
+MAX_ERROR = {"none": 1e-5, "int8": 0.03, "fp8": 0.13, "int4": 0.45, "mxfp4": 0.5, "nvfp4": 0.45}
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_formats_are_close_to_the_latents_of_transformers(kv_format: str, tmp_path: Path) -> None:
+    model, ids = make_model(MINICPM3), prompt(200)
+    with EngineRun(str(save_model(model, tmp_path)), exact=True, kv_format=kv_format) as run:
+        got, wanted = run.logits(ids), reference_logits(model, ids)
+    error = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    print(f"{kv_format}: {error:.1e}")
+    assert error <= MAX_ERROR[kv_format]
+    assert (error > 1e-4) == (kv_format != "none")
+
+
+# KL(none || format) per token of a random dense model with a rank of 256. Measured: 2e-5, 2.5e-4,
+# 0.0073, 0.0053 and 0.0033.
+MAX_KL = {"int8": 6e-5, "fp8": 8e-4, "int4": 0.02, "mxfp4": 0.015, "nvfp4": 0.01}
+# FP4 latents in 8 bits may cost so much more than in FP32. Measured: 0.97 to 1.07 in three models.
+MAX_KL_OF_BYTES = 1.2
+
+
+def test_formats_diverge_little_and_bytes_cost_nothing(tmp_path: Path) -> None:
+    settings = {**MINICPM3.settings, "kv_lora_rank": 256, "num_hidden_layers": 4}
+    model, ids = make_model(dataclasses.replace(MINICPM3, settings=settings)), prompt(500, seed=0)
+    with torch.no_grad():  # else attention is more peaked than in trained models
+        for layer in model.model.layers:
+            layer.self_attn.q_b_proj.weight.mul_(0.4)
+    path = str(save_model(model, tmp_path))
+    divergences: dict[bool, dict[str, float]] = {}
+    for exact in (True, False):
+        logits = {}
+        for kv_format in FORMATS:
+            with EngineRun(path, exact=exact, kv_format=kv_format) as run:
+                logits[kv_format] = run.logits(ids)
+        plain = logits.pop("none")
+        divergences[exact] = {name: mean_kl(got, plain) for name, got in logits.items()}
+    print(divergences)
+    for kv_format, largest in MAX_KL.items():
+        assert 0.0 < divergences[True][kv_format] <= largest
+    for kv_format in ("mxfp4", "nvfp4"):
+        ratio = divergences[False][kv_format] / divergences[True][kv_format]
+        assert ratio <= MAX_KL_OF_BYTES
+
+
+def config(**options: Any) -> TurbomindEngineConfig:
+    return TurbomindEngineConfig(session_len=1024, cache_max_entry_count=64, **options)
+
+
+def memory_plan(path: str, options: TurbomindEngineConfig) -> Any:
+    device = open_device(options)
+    files, engine_config, _ = plan_engine(path, options, device=device)
+    return _turbomind.plan_memory(files.info.config, engine_config, 1 << 30, device.capability)
+
+
+def real_sizes(tiny: TinyModel, **changes: Any) -> TinyModel:
+    """Return a model with the latents of the real one, and few narrow layers."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 2}
+    return dataclasses.replace(tiny, settings={**tiny.settings, **sizes, **changes})
+
+
+@pytest.mark.parametrize("tiny", [V2, GLM], ids=lambda tiny: tiny.name)
+def test_plan_has_one_row_per_token_and_layer(tiny: TinyModel, tmp_path: Path) -> None:
+    path = str(save_model(make_model(real_sizes(tiny)), tmp_path))
+    for kv_format, row_bytes in ROW_BYTES.items():
+        options = config(quant_policy=kv_format, kv_quality=None if kv_format == "none" else "raw")
+        plan = memory_plan(path, options)
+        assert plan.bytes_per_token == 2 * row_bytes
+        assert plan.bytes_per_token_none == 2 * ROW_BYTES["none"]
+        lines = dry_run_lines(path, options)
+        assert any(f"{2 * row_bytes:,} bytes per token" in line for line in lines)
+
+
+@pytest.mark.parametrize("window", ["16bit", "int8"])
+def test_recent_latents_stay_in_the_window(folder: str, window: str) -> None:
+    # Prompts that fit into the window have the logits of a window's format.
+    ids = prompt(60)
+    options = {"quant_policy": "nvfp4", "kv_quality": "balanced", "kv_window": window}
+    other = "none" if window == "16bit" else "int8"
+    losses = []
+    for chosen in (
+        options,
+        {"quant_policy": other, "kv_quality": None if other == "none" else "raw"},
+        {"quant_policy": "nvfp4", "kv_quality": "raw"},
+    ):
+        with Pipeline(folder, config(deterministic=True, **chosen)) as pipe:
+            losses += pipe.get_ppl(ids)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_rotary_part_has_8_bits_if_k_has_a_format_of_its_own(tmp_path: Path) -> None:
+    path = str(save_model(make_model(real_sizes(V2)), tmp_path))
+    options = config(kv_cache_format="k=int8,v=nvfp4", kv_quality="raw")
+    plan = memory_plan(path, options)
+    assert plan.bytes_per_token == 2 * (512 // 2 + 32 + 64 + 4)
+
+
+def test_options_without_effect_on_latents_are_refused(folder: str) -> None:
+    for options in ({"kv_rotation": True}, {"kv_k_offset": "block"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(options))} .* caches latents"):
+            Pipeline(folder, config(quant_policy="nvfp4", **options))
+
+
+def test_a_nan_in_the_weights_is_an_error_of_the_request(tmp_path: Path) -> None:
+    model = make_model(V3)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.kv_a_layernorm.weight[3] = float("nan")
+    folder = str(save_model(model, tmp_path))
+    with (
+        EngineRun(folder, exact=True) as run,
+        pytest.raises(AssertionError, match="computed NaN or infinite logits"),
+    ):
+        run.logits(prompt(20))
