@@ -124,8 +124,9 @@ int Main(int argc, char** argv) {
   testing::Collect(engine, static_cast<size_t>(how.batch));
   engine.Stop();
   std::vector<double> times = device->StepTimes(how.batch);
-  times.erase(times.begin(), times.begin() + std::min<std::ptrdiff_t>(
-                                 kSlack / 2, static_cast<std::ptrdiff_t>(times.size())));
+  times.erase(times.begin(),
+              times.begin() +
+                  std::min<std::ptrdiff_t>(kSlack / 2, static_cast<std::ptrdiff_t>(times.size())));
   if (times.empty()) {
     throw std::runtime_error("The batch never ran as a whole: the cache is too small for it.");
   }

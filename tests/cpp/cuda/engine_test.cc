@@ -15,6 +15,7 @@
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
 #include "turbomind/backend/cuda/cuda_device.h"
+#include "turbomind/model/layers_to_tune.h"
 
 namespace turbomind {
 namespace {
@@ -52,8 +53,13 @@ std::vector<std::shared_ptr<Request>> Requests(const Setting& setting) {
 }
 
 Outputs RunOn(std::shared_ptr<Device> device, const Setting& setting,
-              const std::vector<std::shared_ptr<Request>>& requests) {
+              const std::vector<std::shared_ptr<Request>>& requests, int tuned_rows = 0) {
   auto weights = testing::TinyWeights(setting.model, *device, setting.options);
+  if (tuned_rows > 0) {
+    device->Tune({.layers = LayersToTune(*weights, tuned_rows, tuned_rows),
+                  .saved = {},
+                  .max_seconds = 1e9});
+  }
   Engine engine(setting.model, setting.config, std::move(weights), device, kFreeBytes);
   for (const auto& request : requests) {
     engine.Submit(request);
@@ -193,6 +199,24 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
   }
   // The check applies to every setting but 16 bit, int8 and one mix of formats.
   CHECK(num_tokens_sent == static_cast<int>(Settings().size()) - 3);
+}
+
+// The stand-in's clock counts launches, so its tuner chooses the fused kernels.
+TEST_CASE("a tuned engine on a GPU matches the logits of one on a CPU") {
+  for (const ModelConfig& model :
+       {testing::TinyConfig(), testing::TinyGptOss(), testing::TinyGemma(), testing::TinyParallel(),
+        testing::TinySigmoidMoe()}) {
+    CAPTURE(model.moe.num_experts);
+    CAPTURE(model.norm.outputs);
+    CAPTURE(model.parallel);
+    const Setting setting = {model,
+                             testing::TinyEngineConfig(KvCacheMode::kNone),
+                             {.quantized = true, .alternates = false},
+                             {9, 3, 5}};
+    const auto requests = Requests(setting);
+    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+    CheckAlike(RunOn(cuda::MakeDevice(0, {}), setting, requests, 4), want, kMaxError);
+  }
 }
 
 // If logits are requested, the rows are copied to the host and sampled there.
