@@ -49,6 +49,8 @@ KV_SCALES_ADVICE = (
     "To calibrate the cache, run `lmdeploy lite calibrate` and use --kv-quality best "
     "--kv-calibration FILE."
 )
+_OUTER_BIASES = ("final_norm.bias", "head.bias")
+_OUTER_PER_LAYER = ("per_layer_embedding", "per_layer_projection", "per_layer_norm")
 _END_BYTES = 4096
 _COMPARED_BYTES = 16 << 20  # per step
 _MAX_STACKED = 16  # one layer has fewer
@@ -176,13 +178,13 @@ def plan_tensors(
         for kind in ("embedding", "final_norm", "head")
         if kind != "head" or not config.tied_head
     ]
-    outer += [kind for kind in ("final_norm.bias", "head.bias") if kind in places]
+    outer += [kind for kind in (*_OUTER_BIASES, *_OUTER_PER_LAYER) if kind in places]
     if config.tied_head:
         lookup.ignore(places["head"].name)
 
     def planned(kind: str, *, layer: int | None = None) -> PlannedTensor:
         name = kind if layer is None else f"layers.{layer}.{kind}"
-        place = places[kind]
+        place = places[_stored_kind(kind, config, layer=layer)]
         tensor = lookup.find(kind, place, layer=layer or 0)
         offset = layout.norm_offset if kind.endswith("_norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
@@ -207,16 +209,26 @@ def plan_tensors(
 def is_in_layer(kind: str, config: DecoderConfig, *, layer: int) -> bool:
     """Return whether a layer has the tensor `kind` of TensorLayout.names or `recurrent`."""
     base = kind.removesuffix(".bias")
-    if base in ("embedding", "final_norm", "head"):
+    if base in ("embedding", "final_norm", "head", *_OUTER_PER_LAYER):
         return False
+    if base in ("k", "v", "k_norm"):
+        return config.owns_kv(layer)
     has_attention, is_recurrent = config.has_attention(layer), config.is_recurrent(layer)
     if base in FFN_MATRICES:
-        return config.has_feed_forward(layer) and not config.has_experts(layer)
+        return config.has_dense_feed_forward(layer)
     if base in ("ffn_norm", "ffn_output_norm"):
         return config.has_feed_forward(layer)
     if base in ("attention_norm", "attention_output_norm"):
         return has_attention or is_recurrent
     return is_recurrent if base.startswith("recurrent.") else has_attention
+
+
+def _stored_kind(kind: str, config: DecoderConfig, *, layer: int | None) -> str:
+    """Return the kind of tensor that a file has for `kind`: that of K if it is also V."""
+    v_is_k = config.layer_sizes.v_is_k
+    if layer is None or not v_is_k or not v_is_k[layer] or kind not in ("v", "v.bias"):
+        return kind
+    return kind.replace("v", "k")
 
 
 def _scaled(planned: PlannedTensor, scale: float, *, source: str) -> PlannedTensor:
@@ -255,7 +267,7 @@ def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iter
     of_layer = [kind for kind in places if not kind.startswith("experts.")]
     for kind in of_layer:
         tensor = lookup.find(kind, places[kind], layer=layer)
-        yield PlannedTensor(f"layers.{layer}.{kind}", tensor)
+        yield PlannedTensor(f"layers.{layer}.{kind}", tensor, convert=places[kind].convert)
     of_expert = [kind for kind in places if kind.startswith("experts.")]
     for expert in range(moe.num_experts):
         for kind in of_expert:
@@ -315,7 +327,7 @@ class _Lookup:
     ) -> StoredTensor:
         """Return the tensor of an engine name. `expert` selects an item of a stacked tensor."""
         name = place.name.format(i=layer, e=expert)
-        shape = self._shapes[kind]
+        shape = shape_in_layer(self._shapes, kind, self.config, layer=layer)
         if place.grouped and self.config.recurrent is not None:
             groups = self.config.recurrent.norm_groups
             shape = (groups, shape[0] // groups)
@@ -426,6 +438,23 @@ class _Lookup:
         return tensor
 
 
+def shape_in_layer(
+    shapes: Mapping[str, tuple[int, ...]], kind: str, config: DecoderConfig, *, layer: int
+) -> tuple[int, ...]:
+    """Return the shape of a tensor in a layer, given those of `tensor_shapes`."""
+    sizes = config.layer_sizes
+    if not sizes.head_dims and not sizes.kv_heads and not sizes.intermediate_sizes:
+        return shapes[kind]
+    return tensor_shapes(
+        replace(
+            config,
+            head_dim=sizes.head_dims[layer],
+            num_kv_heads=sizes.kv_heads[layer],
+            intermediate_size=sizes.intermediate_sizes[layer],
+        )
+    )[kind]
+
+
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every engine tensor, rows first. A bias has the rows of its matrix."""
     hidden, inter = config.hidden_size, config.intermediate_size
@@ -450,7 +479,17 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "gate": (inter, hidden),
         "up": (inter, hidden),
         "down": (hidden, inter),
+        "scale": (1,),
     }
+    if size := config.structure.per_layer_size:
+        shapes |= {
+            "per_layer_embedding": (config.vocab_size, config.num_layers * size),
+            "per_layer_projection": (config.num_layers * size, hidden),
+            "per_layer_norm": (size,),
+            "per_layer_gate": (size, hidden),
+            "per_layer_up": (hidden, size),
+            "per_layer_output_norm": (hidden,),
+        }
     if config.moe is not None:
         width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
         outer = config.moe.latent_size or hidden
@@ -459,6 +498,11 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "latent_up": (hidden, outer),
             "router": (config.moe.num_experts, hidden),
             "router.score_bias": (config.moe.num_experts,),
+            "router.expert_scale": (config.moe.num_experts,),
+            "router.norm": (hidden,),
+            "expert_norm": (hidden,),
+            "expert_output_norm": (hidden,),
+            "dense_output_norm": (hidden,),
             "experts.gate": (width, outer),
             "experts.up": (width, outer),
             "experts.gate_up": (2 * width, outer),

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import BranchSettings, RecurrentSettings, RopeSettings
 from lmdeploy.models.experts import Experts, TensorLocation
+from lmdeploy.models.layer_sizes import LayerSettings
 from lmdeploy.models.structure import Structure
 
 # Maps from the engine's tensor names to those in files; `{i}` is the layer. A name is text, or a
@@ -89,6 +90,7 @@ TensorRule = Callable[[ConfigReader], TensorNames]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
 DefaultRule = Callable[[ConfigReader], Mapping[str, Any]]
 BranchRule = Callable[[ConfigReader, int], BranchSettings]
+SizeRule = Callable[[ConfigReader, int], LayerSettings]
 ScaleRule = Callable[[ConfigReader], Mapping[str, float]]  # from the engine's names of tensors
 
 
@@ -106,6 +108,11 @@ def no_defaults(config: ConfigReader) -> Mapping[str, Any]:
 def all_branches(config: ConfigReader, num_layers: int) -> BranchSettings:
     """Return attention, unless a layer is recurrent, and a feed-forward for every layer."""
     return BranchSettings()
+
+
+def same_sizes(config: ConfigReader, num_layers: int) -> LayerSettings:
+    """Return the same sizes, and its own K and V, for every layer."""
+    return LayerSettings()
 
 
 def no_scales(config: ConfigReader) -> Mapping[str, float]:
@@ -331,6 +338,7 @@ class ModelFamily:
     experts: Experts | None = None
     recurrent: Recurrent | None = None
     branches: BranchRule = all_branches
+    layer_sizes: SizeRule = same_sizes
     hf_scales: ScaleRule = no_scales  # of stored values
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
 

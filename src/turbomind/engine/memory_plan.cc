@@ -146,14 +146,28 @@ std::string StateNeeds(const ModelConfig& model, const EngineConfig& config) {
 }
 
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
-void RequireHeadDim(int head_dim) {
+void RequireHeadDim(const ModelConfig& model) {
   constexpr int kMultiple = 16;
-  constexpr int kLimit = 256;
-  if (head_dim % kMultiple != 0 || head_dim > kLimit) {
-    throw InvalidArgument("head_dim", std::to_string(head_dim) +
-                                          " is not supported. It must be a multiple of " +
-                                          std::to_string(kMultiple) + " and at most " +
-                                          std::to_string(kLimit) + ". Use another model.");
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    const int head_dim = model.HeadDim(layer);
+    if (model.HasAttention(layer) && (head_dim % kMultiple != 0 || head_dim > kMaxHeadDim)) {
+      throw InvalidArgument("head_dim", std::to_string(head_dim) +
+                                            " is not supported. It must be a multiple of " +
+                                            std::to_string(kMultiple) + " and at most " +
+                                            std::to_string(kMaxHeadDim) + ". Use another model.");
+    }
+  }
+}
+
+// Checks what the device needs for layers that share K and V, norms of V and per-layer inputs.
+void RequireSharedKv(const ModelConfig& model, const Device& device) {
+  const bool needs =
+      model.SharesKv() || model.norm.v_unit || model.per_layer.exist() || model.moe.beside_dense;
+  if (needs && !device.capability().has_shared_kv) {
+    throw InvalidArgument(
+        "Layers that share K and V, norms of V and per-layer inputs (Gemma 4) are not supported "
+        "on " +
+        device.capability().generation + ". Use --device cpu.");
   }
 }
 
@@ -218,6 +232,9 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   cache.k_bias = model.k_bias;
   cache.state_bytes = model.recurrent.StateBytes();
   cache.checkpoint_bytes = CheckpointBytes(model, config);
+  cache.layer_head_dims = model.layer_sizes.head_dims;
+  cache.layer_kv_heads = model.layer_sizes.kv_heads;
+  cache.kv_sources = model.layer_sizes.kv_sources;
   for (int layer = 0; layer < model.num_layers; ++layer) {
     if (!model.HasAttention(layer)) {
       cache.windows[static_cast<size_t>(layer)] = kNoAttention;
@@ -227,7 +244,8 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
 }
 
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
-  RequireHeadDim(model.head_dim);
+  RequireHeadDim(model);
+  RequireSharedKv(model, device);
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
       device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
@@ -387,7 +405,7 @@ void PlanDraftMemory(const ModelConfig& model, const EngineConfig& config, int64
   }
   const ModelConfig& own = config.draft_model->model;
   own.Validate();
-  RequireHeadDim(own.head_dim);
+  RequireHeadDim(own);
   if (own.recurrent.HasAny()) {
     throw InvalidArgument("draft_model",
                           "has recurrent layers, which cannot go back to an earlier token. Use "
@@ -411,7 +429,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   model.Validate();
   ValidateEngineConfig(config);
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
-  RequireHeadDim(model.head_dim);
+  RequireHeadDim(model);
   const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, device);
   const std::vector<int64_t> needed = BlocksForSequences(
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});

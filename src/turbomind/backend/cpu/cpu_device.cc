@@ -76,6 +76,7 @@ class CpuDevice final : public Device {
     DeviceCapability capability;
     capability.has_all_formats = true;
     capability.has_recurrent_layers = true;
+    capability.has_shared_kv = true;
     return capability;
   }
 

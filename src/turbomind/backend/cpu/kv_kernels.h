@@ -17,7 +17,6 @@
 namespace turbomind {
 
 inline constexpr int kStateHeader = 2;
-inline constexpr int kMaxHeadDim = 256;
 // Usual maximum number of query rows (new tokens × heads of a group) of one prefill item.
 inline constexpr int kPrefillRows = 96;
 
