@@ -164,6 +164,9 @@ class ModelConfig(_Fields):
     dtype: str  # float32, float16, bfloat16
     def validate(self) -> None: ...
     def num_attention_layers(self) -> int: ...
+    def kv_size(self, layer: int) -> int:
+        """Return the values of a token's K in a layer, or 0 if it has no K of its own."""
+
     def state_bytes(self) -> int:
         """Return the bytes of the states of one sequence in all recurrent layers."""
 

@@ -51,6 +51,7 @@ KV_SCALES_ADVICE = (
 )
 _OUTER_BIASES = ("final_norm.bias", "head.bias")
 _OUTER_PER_LAYER = ("per_layer_embedding", "per_layer_projection", "per_layer_norm")
+_PER_LAYER = ("per_layer_gate", "per_layer_up", "per_layer_output_norm")
 _END_BYTES = 4096
 _COMPARED_BYTES = 16 << 20  # per step
 _MAX_STACKED = 16  # one layer has fewer
@@ -178,7 +179,8 @@ def plan_tensors(
         for kind in ("embedding", "final_norm", "head")
         if kind != "head" or not config.tied_head
     ]
-    outer += [kind for kind in (*_OUTER_BIASES, *_OUTER_PER_LAYER) if kind in places]
+    optional = (*_OUTER_BIASES, *(_OUTER_PER_LAYER if config.structure.per_layer_size else ()))
+    outer += [kind for kind in optional if kind in places]
     if config.tied_head:
         lookup.ignore(places["head"].name)
 
@@ -211,6 +213,8 @@ def is_in_layer(kind: str, config: DecoderConfig, *, layer: int) -> bool:
     base = kind.removesuffix(".bias")
     if base in ("embedding", "final_norm", "head", *_OUTER_PER_LAYER):
         return False
+    if base in _PER_LAYER:
+        return config.structure.per_layer_size > 0
     if base in ("k", "v", "k_norm"):
         return config.owns_kv(layer)
     has_attention, is_recurrent = config.has_attention(layer), config.is_recurrent(layer)
@@ -327,7 +331,7 @@ class _Lookup:
     ) -> StoredTensor:
         """Return the tensor of an engine name. `expert` selects an item of a stacked tensor."""
         name = place.name.format(i=layer, e=expert)
-        shape = shape_in_layer(self._shapes, kind, self.config, layer=layer)
+        shape = _shape_in_layer(kind, self.config, layer=layer, shapes=self._shapes)
         if place.grouped and self.config.recurrent is not None:
             groups = self.config.recurrent.norm_groups
             shape = (groups, shape[0] // groups)
@@ -438,10 +442,10 @@ class _Lookup:
         return tensor
 
 
-def shape_in_layer(
-    shapes: Mapping[str, tuple[int, ...]], kind: str, config: DecoderConfig, *, layer: int
+def _shape_in_layer(
+    kind: str, config: DecoderConfig, *, layer: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Return the shape of a tensor in a layer, given those of `tensor_shapes`."""
+    """Return the shape of a tensor in a layer. `shapes` are those of `tensor_shapes`."""
     sizes = config.layer_sizes
     if not sizes.head_dims and not sizes.kv_heads and not sizes.intermediate_sizes:
         return shapes[kind]
@@ -453,6 +457,21 @@ def shape_in_layer(
             intermediate_size=sizes.intermediate_sizes[layer],
         )
     )[kind]
+
+
+def _per_layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of per-layer inputs, if the model has any."""
+    if not (size := config.structure.per_layer_size):
+        return {}
+    hidden, width = config.hidden_size, config.num_layers * config.structure.per_layer_size
+    return {
+        "per_layer_embedding": (config.vocab_size, width),
+        "per_layer_projection": (width, hidden),
+        "per_layer_norm": (size,),
+        "per_layer_gate": (size, hidden),
+        "per_layer_up": (hidden, size),
+        "per_layer_output_norm": (hidden,),
+    }
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -481,15 +500,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "down": (hidden, inter),
         "scale": (1,),
     }
-    if size := config.structure.per_layer_size:
-        shapes |= {
-            "per_layer_embedding": (config.vocab_size, config.num_layers * size),
-            "per_layer_projection": (config.num_layers * size, hidden),
-            "per_layer_norm": (size,),
-            "per_layer_gate": (size, hidden),
-            "per_layer_up": (hidden, size),
-            "per_layer_output_norm": (hidden,),
-        }
+    shapes |= _per_layer_shapes(config)
     if config.moe is not None:
         width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
         outer = config.moe.latent_size or hidden

@@ -140,7 +140,7 @@ class DecoderConfig:
     moe: MoeSettings | None = None  # None if every layer is dense
     recurrent: RecurrentSettings | None = None  # None if no layer is recurrent
     branches: BranchSettings = BranchSettings()
-    layer_sizes: LayerSettings = LayerSettings()
+    layer_sizes: LayerSettings = field(default_factory=LayerSettings)
     swiglu_limit: float = 7.0  # of clamped_swiglu
     structure: Structure = field(default_factory=Structure)
 

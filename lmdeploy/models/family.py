@@ -320,6 +320,7 @@ class ModelFamily:
     ropes: RopeRule | None = None  # None uses one RoPE for all layers
     # Values of config.json that GGUF lacks or may lack, given the translated metadata.
     gguf_defaults: DefaultRule = no_defaults
+    gguf_by_layer: bool = False  # keys of GGUF may be lists of different values for each layer
     hf_norm_offset: float = 0.0  # added to every norm weight
     hf_norm_eps: str = "rms_norm_eps"
     hf_dense_size: str = "intermediate_size"  # of the layers without experts

@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings, RopeSettings
-from lmdeploy.models.experts import MAX_EXPERTS, MAX_WIDTH, Experts, ExpertTensors, TensorLocation
+from lmdeploy.models.experts import (
+    GGUF_EXPERTS,
+    MAX_EXPERTS,
+    MAX_WIDTH,
+    Experts,
+    ExpertTensors,
+    TensorLocation,
+)
 from lmdeploy.models.family import (
     GGUF_OUTPUT_NORMS,
     GGUF_QK_NORM,
@@ -39,8 +46,20 @@ _STILL = 1e30
 _OVERRIDES = ("head_dim", "num_key_value_heads")
 
 
+def _is_gguf(config: ConfigReader) -> bool:
+    return config.name("head_dim") != "head_dim"
+
+
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
     """Return the layer types. As in transformers, the last layer always has full attention."""
+    if _is_gguf(config):
+        slides = config.flags("sliding_layers")
+        if len(slides) != num_layers:
+            raise config.refuse(
+                f"{config.name('sliding_window_pattern')} has {len(slides)} values. It must have "
+                f"one for each of the {num_layers} layers."
+            )
+        return [_SLIDING if slide else _FULL for slide in slides]
     kinds = layer_types(config, num_layers, period=_PERIOD)
     return [*kinds[:-1], _FULL]
 
@@ -61,11 +80,13 @@ def _overrides(config: ConfigReader, num_layers: int) -> list[dict[str, int]]:
             own["num_key_value_heads"] = config.integer("num_global_key_value_heads")
         return [own if kind == _FULL else {} for kind in _kinds(config, num_layers)]
     found: list[dict[str, int]] = [{} for _ in range(num_layers)]
-    for key in stated.keys():
+    for key in sorted(stated.keys()):
         layer = stated.child(key)
         if not key.isdecimal() or len(key) > 4 or int(key) >= num_layers:
             raise stated.refuse(f"{key[:40]!r} is not a layer. Keys must be 0 to {num_layers - 1}.")
-        for name in [] if layer is None else layer.keys():
+        if layer is None:
+            continue
+        for name in layer.keys():  # noqa: SIM118  not a mapping
             if name not in _OVERRIDES:
                 raise stated.refuse(
                     f"{key} has {name[:40]!r}. Layers may have {' and '.join(_OVERRIDES)}."
@@ -88,7 +109,32 @@ def _sources(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return (*range(own), *(last[kind] for kind in kinds[own:]))
 
 
+def _gguf_sizes(config: ConfigReader, num_layers: int) -> LayerSettings:
+    """Return the sizes in a GGUF file, whose lists have one value for each layer."""
+
+    def of_layers(key: str, name: str) -> tuple[int, ...]:
+        values = config.integers(name) or [config.integer(key, high=MAX_WIDTH)] * num_layers
+        if len(values) != num_layers or not all(0 < value <= MAX_WIDTH for value in values):
+            raise config.refuse(f"{config.name(key)} must be 1 to {MAX_WIDTH} in every layer.")
+        return tuple(values)
+
+    kinds = _kinds(config, num_layers)
+    full, sliding = config.integer("head_dim"), config.integer("swa_head_dim", high=MAX_WIDTH)
+    if (turned := config.integer("swa_rotary_dim", default=sliding)) != sliding:
+        raise config.refuse(f"{config.name('swa_rotary_dim')} is {turned}. It must be {sliding}.")
+    k_eq_v = config.flag("attention_k_eq_v", default=False)
+    return LayerSettings(
+        head_dims=tuple(full if kind == _FULL else sliding for kind in kinds),
+        kv_heads=of_layers("num_key_value_heads", "layer_kv_heads"),
+        intermediate_sizes=of_layers("intermediate_size", "layer_intermediate_sizes"),
+        kv_sources=_sources(config, num_layers),
+        v_is_k=tuple(k_eq_v and kind == _FULL for kind in kinds),
+    )
+
+
 def _layer_sizes(config: ConfigReader, num_layers: int) -> LayerSettings:
+    if _is_gguf(config):
+        return _gguf_sizes(config, num_layers)
     overrides = _overrides(config, num_layers)
     heads = config.integer("num_attention_heads")
     head_dim = config.integer("head_dim")
@@ -110,15 +156,17 @@ def _layer_sizes(config: ConfigReader, num_layers: int) -> LayerSettings:
 def _ropes(config: ConfigReader, *, num_layers: int, max_position: int) -> Ropes:
     kinds = _kinds(config, num_layers)
     dims = _layer_sizes(config, num_layers).head_dims
-    places: dict[tuple[str, int], int] = {}
-    layers = tuple(
-        places.setdefault(place, len(places)) for place in zip(kinds, dims, strict=True)
-    )
-    return tuple(_rope(config, kind, head_dim=dim) for kind, dim in places), layers
+    of_layers = list(zip(kinds, dims, strict=True))
+    places = sorted(set(of_layers))  # full attention first, whose divisors GGUF has in a tensor
+    ropes = tuple(_rope(config, kind, head_dim=dim) for kind, dim in places)
+    return ropes, tuple(places.index(place) for place in of_layers)
 
 
 def _rope(config: ConfigReader, kind: str, *, head_dim: int) -> RopeSettings:
     """Return the RoPE of a layer type. A proportional one turns the first pairs only."""
+    if _is_gguf(config):
+        key = "rope_theta" if kind == _FULL else "rope_local_base_freq"
+        return RopeSettings(theta=config.number(key, low=LEAST_THETA), dim=head_dim)
     parameters = config.child("rope_parameters")
     rope = parameters.child(kind) if parameters is not None else None
     if rope is None:
@@ -138,11 +186,14 @@ def _rope(config: ConfigReader, kind: str, *, head_dim: int) -> RopeSettings:
 
 
 def _moe(config: ConfigReader, num_layers: int) -> MoeSettings | None:
-    if not config.flag("enable_moe_block", default=False):
+    has_experts = config.flag("enable_moe_block", default=False)
+    if _is_gguf(config):
+        has_experts = config.integer("num_experts", default=0, low=0) > 0
+    if not has_experts:
         return None
     return MoeSettings(
         num_experts=config.integer("num_experts", high=MAX_EXPERTS),
-        top_k=config.integer("top_k_experts"),
+        top_k=config.integer("num_experts_per_tok" if _is_gguf(config) else "top_k_experts"),
         intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
         beside_dense=True,
         layers=(True,) * num_layers,
@@ -182,6 +233,24 @@ _HF_EXPERTS: ExpertTensors = {
 }
 
 
+_GGUF_ROUTER: ExpertTensors = _experts(
+    "blk.{i}",
+    {
+        "router": "ffn_gate_inp.weight",
+        "router.norm": "ffn_gate_inp.scale",
+        "router.expert_scale": "ffn_down_exps.scale",
+        "expert_norm": "pre_ffw_norm_2.weight",
+        "expert_output_norm": "post_ffw_norm_2.weight",
+        "dense_output_norm": "post_ffw_norm_1.weight",
+    },
+)
+_GGUF_FUSED: ExpertTensors = {
+    "experts.gate": TensorLocation("blk.{i}.ffn_gate_up_exps.weight", stacked=True, half=0),
+    "experts.up": TensorLocation("blk.{i}.ffn_gate_up_exps.weight", stacked=True, half=1),
+    "experts.down": TensorLocation("blk.{i}.ffn_down_exps.weight", stacked=True),
+}
+
+
 def _structure(config: ConfigReader) -> Structure:
     direction = config.any_text("use_bidirectional_attention")
     if direction not in ("", "vision"):  # text tokens attend to earlier ones only
@@ -202,7 +271,8 @@ def _structure(config: ConfigReader) -> Structure:
 def _per_layer_size(config: ConfigReader) -> int:
     key = "hidden_size_per_layer_input"
     size = config.integer(key, low=0, high=MAX_WIDTH) if config.has(key) else 0
-    vocab, own = config.integer("vocab_size"), config.integer("vocab_size_per_layer_input")
+    vocab = config.integer("vocab_size")
+    own = config.integer("vocab_size_per_layer_input", default=vocab)
     if size and own != vocab:
         raise config.refuse(
             f"vocab_size_per_layer_input is {own}. It must be the vocab_size {vocab}."
@@ -254,7 +324,7 @@ FAMILY = ModelFamily(
         "per-layer inputs, experts beside a dense feed-forward"
     ),
     hf_architectures=("Gemma4ForCausalLM",),
-    gguf_architectures=(),
+    gguf_architectures=("gemma4",),
     windows=_windows,
     layer_sizes=_layer_sizes,
     hf_bias=configured_bias,
@@ -264,11 +334,24 @@ FAMILY = ModelFamily(
         "scale": "model.layers.{i}.layer_scalar",
     },
     hf_extra_tensors=_extra_tensors,
-    gguf_tensors={**GGUF_TENSORS, **GGUF_OUTPUT_NORMS, **GGUF_QK_NORM},
+    gguf_tensors={
+        **GGUF_TENSORS,
+        **GGUF_OUTPUT_NORMS,
+        **GGUF_QK_NORM,
+        "scale": "blk.{i}.layer_output_scale.weight",
+    },
+    gguf_optional_tensors=_GGUF_PER_LAYER,
+    gguf_by_layer=True,
+    gguf_unused=(r"blk\.\d+\.attn_(k|v|k_norm)\.weight",),
     hf_defaults=_DEFAULTS,
     # K, V and their norms of layers that read those of another layer.
     hf_unused=(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
     structure=_structure,
     ropes=_ropes,
-    experts=Experts(settings=_moe, hf=(_HF_EXPERTS,), gguf=(), optional=True),
+    experts=Experts(
+        settings=_moe,
+        hf=(_HF_EXPERTS,),
+        gguf=({**GGUF_EXPERTS, **_GGUF_ROUTER}, {**_GGUF_ROUTER, **_GGUF_FUSED}),
+        optional=True,
+    ),
 )

@@ -24,7 +24,7 @@ _VISION_PREFIXES = (
 
 
 class UsualNames:
-    """The tensors of a folder, named as in `usual`. Those of a vision or an audio part are left out.
+    """The tensors of a folder, named as in `usual`. Those of vision and audio are left out.
 
     `usual` maps the engine's names to the usual ones, as ModelFamily.hf_tensors does. The tensor
     "embedding" shows the prefix. Raise ModelFormatError if two tensors get the same name.

@@ -32,7 +32,7 @@ def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
     from lmdeploy import _turbomind
 
     config = model.config
-    values = 2 * config.num_attention_layers() * config.num_kv_heads * config.head_dim
+    values = 2 * sum(config.kv_size(layer) for layer in range(config.num_layers))
     return {
         str(tokens): _turbomind.sequence_bytes(config, cell.engine_config(tokens), tokens)
         * 8

@@ -21,6 +21,7 @@ from lmdeploy.serve.metrics import ServerMetrics
 
 NUM_TOKENS = 400
 WINDOWED = next(tiny for tiny in TINY_MODELS if tiny.config_values().get("sliding_window"))
+SHARED_KV = next(tiny for tiny in FAMILY_MODELS if tiny.name == "gemma4")
 RECURRENT = next(tiny for tiny in FAMILY_MODELS if tiny.name == "qwen3-5")
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"quant_policy": 0},
@@ -35,7 +36,9 @@ def prompt(seed: int = 1) -> list[int]:
 
 
 @pytest.fixture(
-    scope="module", params=[TINY_MODELS[0], WINDOWED, RECURRENT], ids=lambda tiny: tiny.name
+    scope="module",
+    params=[TINY_MODELS[0], WINDOWED, RECURRENT, SHARED_KV],
+    ids=lambda tiny: tiny.name,
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(make_model(request.param), tmp_path_factory.mktemp("model")))

@@ -178,15 +178,27 @@ GEMMA4_MODELS = (
     TinyModel(
         "gemma4-experts",
         "Gemma4",
-        {**_GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
-         "moe_intermediate_size": 48},
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
         config="Gemma4Text",
     ),
     TinyModel(
         "gemma4-dim512",
         "Gemma4",
-        {**_GEMMA4, **_K_IS_V, "head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 4,
-         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads": 4},
+        {
+            **_GEMMA4,
+            **_K_IS_V,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_attention_heads": 4,
+        },
         config="Gemma4Text",
     ),
 )
