@@ -82,6 +82,7 @@ class MoeConfig(_Fields):
     sigmoid: bool  # scores are sigmoids, not a softmax
     shared_gate: bool  # a router weighs the shared expert
     best_of_group: bool  # a group counts as its best expert
+    beside_dense: bool
     weigh_inputs: bool  # weights multiply the inputs of experts, not their outputs
     num_groups: int  # of adjacent experts
     top_groups: int
@@ -103,6 +104,18 @@ class NormConfig(_Fields):
     qk_all_heads: bool
     qk_after_rope: bool
     qk_unit: bool
+    v_unit: bool
+
+class LayerSizes(_Fields):
+    """What differs between layers; an empty list: nothing."""
+
+    head_dims: list[int]
+    kv_heads: list[int]
+    intermediate_sizes: list[int]
+    kv_sources: list[int]  # the layer whose K and V a layer reads
+
+class PerLayerInputs(_Fields):
+    size: int  # 0: none
 
 class RecurrentConfig(_Fields):
     rule: str  # gated_delta, selective_scan, short_convolution
@@ -155,9 +168,15 @@ class ModelConfig(_Fields):
     layer_ropes: list[int]  # per layer: index in ropes, or -1; empty: 0 for all
     k_bias: bool  # K has a bias, which RoPE follows without a norm
     windows: list[int]  # per layer; 0: full attention, -c: chunks of c tokens
+    layer_sizes: LayerSizes
+    per_layer: PerLayerInputs
+    layer_scale: bool  # a factor of every layer multiplies its output
     dtype: str  # float32, float16, bfloat16
     def validate(self) -> None: ...
     def num_attention_layers(self) -> int: ...
+    def kv_size(self, layer: int) -> int:
+        """Return the values of a token's K in a layer, or 0 if it has no K of its own."""
+
     def state_bytes(self) -> int:
         """Return the bytes of the states of one sequence in all recurrent layers."""
 

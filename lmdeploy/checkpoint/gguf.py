@@ -94,6 +94,7 @@ def _config(
         "vocab_size": file.tensor("token_embd.weight").rows,
         "tie_word_embeddings": "output.weight" not in file.names,
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.names,
+        "attention_k_eq_v": _has_k_without_v(set(file.names)),
     }
     freq_factors = factors.pop(GGUF_ROPE_FACTORS, None)
     if freq_factors is None and len(factors) == len(GGUF_LONGROPE_FACTORS):
@@ -129,6 +130,15 @@ def _with_fused_matrices(names: TensorNames, present: set[str]) -> dict[str, str
 def _has_all(names: TensorNames, present: set[str]) -> bool:
     """Return whether layer 0 has all tensors."""
     return all(as_location(stored).name.format(i=0) in present for stored in names.values())
+
+
+def _has_k_without_v(present: set[str]) -> bool:
+    """Return whether a layer has a matrix of K, but none of V."""
+    ends = ".attn_k.weight", ".attn_v.weight"
+    return any(
+        name.endswith(ends[0]) and name.removesuffix(ends[0]) + ends[1] not in present
+        for name in present
+    )
 
 
 def _factors(file: GgufFile | GgufParts, name: str) -> list[float]:

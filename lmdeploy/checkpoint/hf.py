@@ -103,7 +103,7 @@ def open_folder(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     kv_scales = None
     if quantization is not None:
         file = METHODS[quantization.text("quant_method")](file, quantization, source=str(folder))
-        attention = [config.has_attention(layer) for layer in range(config.num_layers)]
+        attention = [config.owns_kv(layer) for layer in range(config.num_layers)]
         file, kv_scales = take_kv_scales(file, attention, source=str(folder))
     names = {**family.hf_tensors, **family.hf_extra_tensors(reader)}
     config = resolve_tied_head(file, config, names=names, source=source)

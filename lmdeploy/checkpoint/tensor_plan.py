@@ -56,6 +56,9 @@ KV_SCALES_ADVICE = (
     "To calibrate the cache, run `lmdeploy lite calibrate` and use --kv-quality best "
     "--kv-calibration FILE."
 )
+_OUTER_BIASES = ("final_norm.bias", "head.bias")
+_OUTER_PER_LAYER = ("per_layer_embedding", "per_layer_projection", "per_layer_norm")
+_PER_LAYER = ("per_layer_gate", "per_layer_up", "per_layer_output_norm")
 _END_BYTES = 4096
 _COMPARED_BYTES = 16 << 20  # per step
 _MAX_STACKED = 16  # one layer has fewer
@@ -183,13 +186,14 @@ def plan_tensors(
         for kind in ("embedding", "final_norm", "head")
         if kind != "head" or not config.tied_head
     ]
-    outer += [kind for kind in ("final_norm.bias", "head.bias") if kind in places]
+    optional = (*_OUTER_BIASES, *(_OUTER_PER_LAYER if config.structure.per_layer_size else ()))
+    outer += [kind for kind in optional if kind in places]
     if config.tied_head:
         lookup.ignore(places["head"].name)
 
     def planned(kind: str, *, layer: int | None = None) -> PlannedTensor:
         name = kind if layer is None else f"layers.{layer}.{kind}"
-        place = places[kind]
+        place = places[_stored_kind(kind, config, layer=layer)]
         tensor = lookup.find(kind, place, layer=layer or 0)
         offset = layout.norm_offset if kind.endswith("_norm") else 0.0
         heads = _interleaved_heads(kind, config) if layout.interleaved_rope else 0
@@ -217,16 +221,28 @@ def plan_tensors(
 def is_in_layer(kind: str, config: DecoderConfig, *, layer: int) -> bool:
     """Return whether a layer has the tensor `kind` of TensorLayout.names or `recurrent`."""
     base = kind.removesuffix(".bias")
-    if base in ("embedding", "final_norm", "head"):
+    if base in ("embedding", "final_norm", "head", *_OUTER_PER_LAYER):
         return False
+    if base in _PER_LAYER:
+        return config.structure.per_layer_size > 0
+    if base in ("k", "v", "k_norm"):
+        return config.owns_kv(layer)
     has_attention, is_recurrent = config.has_attention(layer), config.is_recurrent(layer)
     if base in FFN_MATRICES:
-        return config.has_feed_forward(layer) and not config.has_experts(layer)
+        return config.has_dense_feed_forward(layer)
     if base in ("ffn_norm", "ffn_output_norm"):
         return config.has_feed_forward(layer)
     if base in ("attention_norm", "attention_output_norm"):
         return has_attention or is_recurrent
     return is_recurrent if base.startswith("recurrent.") else has_attention
+
+
+def _stored_kind(kind: str, config: DecoderConfig, *, layer: int | None) -> str:
+    """Return the kind of tensor that a file has for `kind`: that of K if it is also V."""
+    v_is_k = config.layer_sizes.v_is_k
+    if layer is None or not v_is_k or not v_is_k[layer] or kind not in ("v", "v.bias"):
+        return kind
+    return kind.replace("v", "k")
 
 
 def _scaled(planned: PlannedTensor, scale: float, *, source: str) -> PlannedTensor:
@@ -299,7 +315,7 @@ def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iter
     of_layer = [kind for kind in places if not kind.startswith("experts.")]
     for kind in of_layer:
         tensor = lookup.find(kind, places[kind], layer=layer)
-        yield PlannedTensor(f"layers.{layer}.{kind}", tensor)
+        yield PlannedTensor(f"layers.{layer}.{kind}", tensor, convert=places[kind].convert)
     of_expert = [kind for kind in places if kind.startswith("experts.")]
     for expert in range(moe.num_experts):
         for kind in of_expert:
@@ -367,7 +383,7 @@ class _Lookup:
     ) -> StoredTensor:
         """Return the tensor of an engine name. `expert` selects an item of a stacked tensor."""
         name = place.name.format(i=layer, e=expert)
-        shape = self._shapes[kind]
+        shape = _shape_in_layer(kind, self.config, layer=layer, shapes=self._shapes)
         if place.grouped and self.config.recurrent is not None:
             groups = self.config.recurrent.norm_groups
             shape = (groups, shape[0] // groups)
@@ -485,6 +501,38 @@ class _Lookup:
         return tensor
 
 
+def _shape_in_layer(
+    kind: str, config: DecoderConfig, *, layer: int, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the shape of a tensor in a layer. `shapes` are those of `tensor_shapes`."""
+    sizes = config.layer_sizes
+    if not sizes.head_dims and not sizes.kv_heads and not sizes.intermediate_sizes:
+        return shapes[kind]
+    return tensor_shapes(
+        replace(
+            config,
+            head_dim=sizes.head_dims[layer],
+            num_kv_heads=sizes.kv_heads[layer],
+            intermediate_size=sizes.intermediate_sizes[layer],
+        )
+    )[kind]
+
+
+def _per_layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of per-layer inputs, if the model has any."""
+    if not (size := config.structure.per_layer_size):
+        return {}
+    hidden, width = config.hidden_size, config.num_layers * config.structure.per_layer_size
+    return {
+        "per_layer_embedding": (config.vocab_size, width),
+        "per_layer_projection": (width, hidden),
+        "per_layer_norm": (size,),
+        "per_layer_gate": (size, hidden),
+        "per_layer_up": (hidden, size),
+        "per_layer_output_norm": (hidden,),
+    }
+
+
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every engine tensor, rows first. A bias has the rows of its matrix."""
     hidden, inter = config.hidden_size, config.intermediate_size
@@ -509,6 +557,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "gate": (inter, hidden),
         "up": (inter, hidden),
         "down": (hidden, inter),
+        "scale": (1,),
     }
     if (latent := config.latent) is not None:
         rank, heads = config.head_dim, config.num_heads
@@ -523,6 +572,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "latent.k_b": (rank, latent.nope_dim),
             "latent.v_b": (latent.value_dim, rank),
         }
+    shapes |= _per_layer_shapes(config)
     if config.moe is not None:
         width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
         outer = config.moe.latent_size or hidden
@@ -531,6 +581,11 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "latent_up": (hidden, outer),
             "router": (config.moe.num_experts, hidden),
             "router.score_bias": (config.moe.num_experts,),
+            "router.expert_scale": (config.moe.num_experts,),
+            "router.norm": (hidden,),
+            "expert_norm": (hidden,),
+            "expert_output_norm": (hidden,),
+            "dense_output_norm": (hidden,),
             "experts.gate": (width, outer),
             "experts.up": (width, outer),
             "experts.gate_up": (2 * width, outer),

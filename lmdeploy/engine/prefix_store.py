@@ -66,6 +66,9 @@ def identity_of_cache(
             known[option.name] = value
     if model.latent.rope_dim:
         known["rotary_dim"] = model.latent.rope_dim
+    sizes = model.layer_sizes
+    if sizes.head_dims or sizes.kv_heads or sizes.kv_sources:
+        known["heads"] = [list(sizes.head_dims), list(sizes.kv_heads), list(sizes.kv_sources)]
     if kv.k_offset:
         known["k_offset"] = "bias and mean" if model.k_bias else "mean"
     if model.k_bias and kv.k_offset:
@@ -117,7 +120,7 @@ def open_traffic(
     block_tokens = config.cache_block_seq_len
     # K and V of a layer and, while the block is recent, their copies in the window. A checkpoint of
     # recurrent layers may come on top.
-    values_per_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    values_per_token = 4 * sum(model.kv_size(layer) for layer in range(model.num_layers))
     kv_bytes = block_tokens * values_per_token * _MAX_VALUE_BYTES
     return PrefixTraffic(
         store,

@@ -190,6 +190,10 @@ class MetadataReader(ConfigReader):
             self._refuse(key, value, wanted="the same in all layers, or 0")
         return found[0] if found else 0, [item != 0 for item in value]
 
+    def by_layer(self, key: str) -> list[Any]:
+        """Return a list with the value of each layer."""
+        return self._per_layer(key)
+
     def _per_layer(self, key: str) -> list[Any]:
         value = list(self._values[key])
         count = f"{self._values.get('general.architecture')}.block_count"

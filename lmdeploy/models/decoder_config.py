@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lmdeploy.models.layer_sizes import LayerSettings
 from lmdeploy.models.structure import Structure
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class MoeSettings:
     shared_gate: bool = True  # a router weighs the shared expert
     best_of_group: bool = False  # a group counts as its best expert, not as its best two
     weigh_inputs: bool = False  # weights multiply the inputs of experts, not their outputs
+    beside_dense: bool = False  # a layer with experts also has the dense feed-forward
     num_groups: int = 1  # of adjacent experts; a token's experts come from the top_groups best
     top_groups: int = 1
     scale: float = 1.0  # factor of the routed experts' output
@@ -169,6 +171,7 @@ class DecoderConfig:
     recurrent: RecurrentSettings | None = None  # None if no layer is recurrent
     latent: LatentSettings | None = None  # None if heads have K and V of their own
     branches: BranchSettings = BranchSettings()
+    layer_sizes: LayerSettings = field(default_factory=LayerSettings)
     swiglu_limit: float = 7.0  # of clamped_swiglu
     structure: Structure = field(default_factory=Structure)
 
@@ -187,6 +190,10 @@ class DecoderConfig:
             return self.branches.attention[layer]
         return not self.is_recurrent(layer)
 
+    def owns_kv(self, layer: int) -> bool:
+        """Return whether the layer computes and stores K and V."""
+        return self.has_attention(layer) and self.layer_sizes.owns_kv(layer)
+
     def is_recurrent(self, layer: int) -> bool:
         """Return whether the layer has a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
@@ -194,6 +201,11 @@ class DecoderConfig:
     def has_feed_forward(self, layer: int) -> bool:
         """Return whether the layer has a feed-forward, dense or of experts."""
         return not self.branches.feed_forward or self.branches.feed_forward[layer]
+
+    def has_dense_feed_forward(self, layer: int) -> bool:
+        """Return whether the layer has a dense feed-forward, alone or beside experts."""
+        beside = self.moe is not None and self.moe.beside_dense
+        return self.has_feed_forward(layer) and (beside or not self.has_experts(layer))
 
     def to_engine(self, dtype: str) -> ModelConfig:
         """Return the engine's form, with `dtype` as the cache dtype."""
@@ -203,6 +215,7 @@ class DecoderConfig:
         fields["ropes"] = [rope.to_engine(self.head_dim) for rope in self.ropes]
         del fields["tied_head"], fields["structure"], fields["moe"], fields["recurrent"]
         del fields["branches"], fields["latent"]
+        fields["layer_sizes"] = self.layer_sizes.to_engine()
         fields["attention_layers"] = self.branches.attention
         fields["feed_forward_layers"] = self.branches.feed_forward
         if self.moe is not None:

@@ -12,6 +12,7 @@ from lmdeploy.models.decoder_config import (
     RopeSettings,
 )
 from lmdeploy.models.experts import Experts, TensorLocation
+from lmdeploy.models.layer_sizes import LayerSettings
 from lmdeploy.models.structure import Structure
 
 # Maps from the engine's tensor names to those in files; `{i}` is the layer. A name is text, or a
@@ -97,6 +98,7 @@ TensorRule = Callable[[ConfigReader], TensorNames]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
 DefaultRule = Callable[[ConfigReader], Mapping[str, Any]]
 BranchRule = Callable[[ConfigReader, int], BranchSettings]
+SizeRule = Callable[[ConfigReader, int], LayerSettings]
 ScaleRule = Callable[[ConfigReader], Mapping[str, float]]  # from the engine's names of tensors
 
 
@@ -114,6 +116,11 @@ def no_defaults(config: ConfigReader) -> Mapping[str, Any]:
 def all_branches(config: ConfigReader, num_layers: int) -> BranchSettings:
     """Return attention, unless a layer is recurrent, and a feed-forward for every layer."""
     return BranchSettings()
+
+
+def same_sizes(config: ConfigReader, num_layers: int) -> LayerSettings:
+    """Return the same sizes, and its own K and V, for every layer."""
+    return LayerSettings()
 
 
 def no_scales(config: ConfigReader) -> Mapping[str, float]:
@@ -323,6 +330,7 @@ class ModelFamily:
     ropes: RopeRule | None = None  # None uses one RoPE for all layers
     # Values of config.json that GGUF lacks or may lack, given the translated metadata.
     gguf_defaults: DefaultRule = no_defaults
+    gguf_by_layer: bool = False  # keys of GGUF may be lists of different values for each layer
     hf_norm_offset: float = 0.0  # added to every norm weight
     hf_norm_eps: str = "rms_norm_eps"
     hf_dense_size: str = "intermediate_size"  # of the layers without experts
@@ -345,6 +353,7 @@ class ModelFamily:
     # state the cache's row as head_dim, rotary_dim and one KV head.
     latent: Callable[[ConfigReader], LatentSettings] | None = None
     branches: BranchRule = all_branches
+    layer_sizes: SizeRule = same_sizes
     hf_scales: ScaleRule = no_scales  # of stored values
     hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
 

@@ -21,7 +21,9 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "attention.key_length_mla": ("qk_head_dim",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
     "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.key_length_swa": ("swa_head_dim",),
     "attention.scale": ("attention_multiplier",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
     "attention.sliding_window": ("sliding_window",),
     "attention.value_length": ("value_length",),
     "attention.value_length_mla": ("v_head_dim",),
@@ -29,6 +31,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
     "embedding_scale": ("embedding_multiplier",),
     "expert_count": ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
@@ -61,6 +64,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "logit_scale": ("logit_scale", "logits_scaling"),
     "residual_scale": ("residual_multiplier",),
     "rope.dimension_count": ("rotary_dim", "qk_rope_head_dim"),
+    "rope.dimension_count_swa": ("swa_rotary_dim",),
     "rope.freq_base": ("rope_theta",),
     "rope.freq_base_swa": ("rope_local_base_freq",),
     "rope.scaling.finetuned": ("rope_finetuned",),  # whether Granite's hybrids have RoPE
@@ -75,6 +79,12 @@ _SAME: Mapping[str, tuple[str, ...]] = {
 _BRANCHES = {
     "attention.head_count_kv": "attention_layers",
     "feed_forward_length": "feed_forward_layers",
+}
+# Lists with the value of each layer, for families whose layers differ in it.
+_BY_LAYER = {
+    "attention.head_count_kv": "layer_kv_heads",
+    "attention.sliding_window_pattern": "sliding_layers",
+    "feed_forward_length": "layer_intermediate_sizes",
 }
 # A value of 0 means that the key is missing.
 _UNSET_BY_ZERO = {
@@ -109,6 +119,9 @@ def translate_metadata(
         names[ours] = key = f"{prefix}.{theirs}"
         if theirs in _BRANCHES and family.recurrent is not None and metadata.is_list(key):
             value, values[_BRANCHES[theirs]] = metadata.of_branches(key)
+        elif theirs in _BY_LAYER and family.gguf_by_layer and metadata.is_list(key):
+            values[_BY_LAYER[theirs]] = by_layer = metadata.by_layer(key)
+            value = by_layer[0]
         else:
             value = metadata.single(key)
         if value is not None and not (value == 0 and theirs in _UNSET_BY_ZERO):
@@ -117,6 +130,8 @@ def translate_metadata(
     for theirs, keys in _SAME.items():
         for key in keys:
             state(key, theirs)
+    if family.gguf_by_layer:
+        state("sliding_window_pattern", "attention.sliding_window_pattern")
     rms, plain = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
     has_only_plain = metadata.has(f"{prefix}.{plain}") and not metadata.has(f"{prefix}.{rms}")
     state(family.hf_norm_eps, plain if has_only_plain else rms)

@@ -69,6 +69,7 @@ def read_decoder(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
             recurrent=family.recurrent.settings(reader, layers) if family.recurrent else None,
             latent=family.latent(reader) if family.latent else None,
             branches=family.branches(reader, layers),
+            layer_sizes=family.layer_sizes(reader, layers),
             structure=family.structure(reader),
             swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
         ),
@@ -84,8 +85,15 @@ def _check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
         )
     if not any(config.has_attention(layer) for layer in range(config.num_layers)):
         raise reader.refuse("The model has no layer with attention. It needs at least one.")
-    if config.head_dim % 16:
-        raise reader.refuse(f"head_dim is {config.head_dim}. It must be a multiple of 16.")
+    for head_dim in (config.head_dim, *config.layer_sizes.head_dims):
+        if head_dim % 16:
+            raise reader.refuse(f"head_dim is {head_dim}. It must be a multiple of 16.")
+    for kv_heads in config.layer_sizes.kv_heads:
+        if config.num_heads % kv_heads:
+            raise reader.refuse(
+                f"A layer has {kv_heads} KV heads. They must divide the {config.num_heads} query "
+                "heads."
+            )
     for rope in config.ropes:
         half = (rope.dim or config.head_dim) // 2
         for factors in (rope.freq_factors, rope.long_factors):

@@ -19,6 +19,7 @@ class NormSettings:
     qk_all_heads: bool = False  # q_norm and k_norm cover all heads together
     qk_after_rope: bool = False  # q_norm and k_norm follow RoPE
     qk_unit: bool = False  # weights of 1 replace q_norm and k_norm, in layers with RoPE
+    v_unit: bool = False  # V has a norm by head, with weights of 1
 
     def to_engine(self) -> NormConfig:
         """Return the engine's form of these settings."""
@@ -58,16 +59,21 @@ class Structure:
     parallel: bool = False  # both branches read the same normalized values
     gated: bool = True  # the dense feed-forward has a gate
     attention_gate: bool = False  # the sigmoid of a projection multiplies attention
+    per_layer_size: int = 0  # of the inputs that every layer has; 0 if there are none
+    layer_scale: bool = False  # a factor of every layer multiplies its output
     norm: NormSettings = field(default_factory=NormSettings)
     temperature: QueryTemperature = field(default_factory=QueryTemperature)
 
     def to_engine(self) -> dict[str, Any]:
         """Return the fields of the engine's ModelConfig."""
+        from lmdeploy._turbomind import PerLayerInputs
+
         fields = {
             **vars(self),
+            "per_layer": PerLayerInputs.from_dict({"size": self.per_layer_size}),
             "norm": self.norm.to_engine(),
             "query_scaling": self.temperature.to_engine(),
             "query_scaling_without_rope": self.temperature.without_rope,
         }
-        del fields["temperature"]
+        del fields["temperature"], fields["per_layer_size"]
         return fields

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.schema import ApiRequest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+DIVERGENCES = DOCS.parent / "benchmarks" / "results" / "families_kl.jsonl"
 NOTE = "<!-- Written by scripts/dev/make_reference.py. Do not edit by hand. -->"
 # Module, constant, what it limits. {} is the place of the number.
 LIMITS = (
@@ -250,6 +252,17 @@ def make_limits() -> str:
     )
 
 
+def _table_of_divergences() -> str:
+    """Return the KL divergence of each KV format by family, from scripts/eval_families.py."""
+    rows = [json.loads(line) for line in DIVERGENCES.read_text(encoding="utf-8").splitlines()]
+    formats = list(rows[0]["kl"])
+    cells = [
+        [f"`{row['family']}`", *(f"{row['kl'][kv_format]:.2g}" for kv_format in formats)]
+        for row in rows
+    ]
+    return _table(["family", *formats], cells)
+
+
 def make_models() -> str:
     """Return the page of the models."""
     rows = [
@@ -290,6 +303,27 @@ def make_models() -> str:
         "* Sequences share cached prefixes only with those of the same choice.\n"
         "* A model with biases of K uses the long factors for all sequences of such a session, "
         "and so does a draft model.",
+        "## KV formats",
+        "Every family has every KV format on a CPU. The table has the KL divergence of the next "
+        "token, in nats, from a 16-bit cache, in the tiny random model of each family, "
+        "without a 16-bit window, rotation or calibration (`scripts/eval_families.py`). With "
+        "random weights, a small error may change a routed expert, and attention is as sharp as "
+        "the norms happen to make it, so the figures compare formats within a family. "
+        "[accuracy.md](accuracy.md) has those of a trained model.",
+        _table_of_divergences(),
+        "Refused by name, when the model is loaded:\n\n"
+        "* on CUDA: Gemma 4 (heads of 512 values, layers that share K and V, norms of V, per-layer "
+        "inputs). On a CPU, head_dim is a multiple of 16 up to 512.\n"
+        "* a K calibration (`lmdeploy lite calibrate`) of a model whose layers differ in head_dim "
+        "or KV heads.\n"
+        "* Gemma 4 with `use_bidirectional_attention` all, or with another vocabulary of its "
+        "per-layer inputs; Gemma 3n (AltUp, LAuReL, sparse activations).",
+        "## Shared K and V",
+        "In Gemma 4, the last `num_kv_shared_layers` layers read K and V of the last layer before "
+        "them with the same type of attention. They take no bytes in the pools, in a prefix, in "
+        "the store or in `--dry-run`, and they write nothing. A part of a prompt whose logits "
+        "nobody reads stops after the last layer that stores K and V, which is 15 of 35 layers in "
+        "E2B. If a layer has one matrix for K and V, it is loaded twice.",
         "## Tests",
         "Tests compare the logits of a small random model of every family with transformers, in "
         "FP32 (`tests/python/models`). The largest error is at most 3e-5 of the largest logit, in "

@@ -14,6 +14,7 @@ logger = logging.getLogger("lmdeploy")
 # is the one of a text part without a model_type, as in transformers.
 TEXT_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",

@@ -12,11 +12,19 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.files.tensor_file import SUPPORTED_FORMATS, StoredTensor, TensorFile
 
 _MODEL = "model."
-_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
+_VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "visual.",
+    "vision_model.",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+)
 
 
 class UsualNames:
-    """The tensors of a folder, named as in `usual`. Those of a vision part are left out.
+    """The tensors of a folder, named as in `usual`. Those of vision and audio are left out.
 
     `usual` maps the engine's names to the usual ones, as ModelFamily.hf_tensors does. The tensor
     "embedding" shows the prefix. Raise ModelFormatError if two tensors get the same name.

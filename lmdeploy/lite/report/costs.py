@@ -32,10 +32,10 @@ def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
     from lmdeploy import _turbomind
 
     config = model.config
-    row = 2 * config.num_kv_heads * config.head_dim
     if rotary := config.latent.rope_dim:  # a latent is K and V
-        row = config.head_dim + rotary
-    values = config.num_attention_layers() * row
+        values = config.num_attention_layers() * (config.head_dim + rotary)
+    else:
+        values = 2 * sum(config.kv_size(layer) for layer in range(config.num_layers))
     return {
         str(tokens): _turbomind.sequence_bytes(config, cell.engine_config(tokens), tokens)
         * 8

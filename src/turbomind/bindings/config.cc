@@ -67,8 +67,9 @@ void DefModelParts(py::module_& m) {
       moe, MemberList<&MoeConfig::num_experts, &MoeConfig::top_k, &MoeConfig::intermediate_size,
                       &MoeConfig::shared_intermediate_size, &MoeConfig::latent_size,
                       &MoeConfig::normalize, &MoeConfig::sigmoid, &MoeConfig::shared_gate,
-                      &MoeConfig::best_of_group, &MoeConfig::weigh_inputs, &MoeConfig::num_groups,
-                      &MoeConfig::top_groups, &MoeConfig::scale, &MoeConfig::layers>());
+                      &MoeConfig::best_of_group, &MoeConfig::weigh_inputs, &MoeConfig::beside_dense,
+                      &MoeConfig::num_groups, &MoeConfig::top_groups, &MoeConfig::scale,
+                      &MoeConfig::layers>());
   DefFields(moe);
 
   py::class_<RecurrentConfig> recurrent(m, "RecurrentConfig");
@@ -90,10 +91,20 @@ void DefModelParts(py::module_& m) {
 
   py::class_<NormConfig> norm(m, "NormConfig");
   DefMembers<NormConfig>(
-      norm,
-      MemberList<&NormConfig::centered, &NormConfig::inputs, &NormConfig::outputs,
-                 &NormConfig::qk_all_heads, &NormConfig::qk_after_rope, &NormConfig::qk_unit>());
+      norm, MemberList<&NormConfig::centered, &NormConfig::inputs, &NormConfig::outputs,
+                       &NormConfig::qk_all_heads, &NormConfig::qk_after_rope, &NormConfig::qk_unit,
+                       &NormConfig::v_unit>());
   DefFields(norm);
+
+  py::class_<LayerSizes> sizes(m, "LayerSizes");
+  DefMembers<LayerSizes>(sizes,
+                         MemberList<&LayerSizes::head_dims, &LayerSizes::kv_heads,
+                                    &LayerSizes::intermediate_sizes, &LayerSizes::kv_sources>());
+  DefFields(sizes);
+
+  py::class_<PerLayerInputs> per_layer(m, "PerLayerInputs");
+  DefMembers<PerLayerInputs>(per_layer, MemberList<&PerLayerInputs::size>());
+  DefFields(per_layer);
 
   py::class_<QueryScaling> scaling(m, "QueryScaling");
   DefMembers<QueryScaling>(
@@ -120,9 +131,19 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::latent, &ModelConfig::attention_layers,
                  &ModelConfig::feed_forward_layers, &ModelConfig::norm, &ModelConfig::query_scaling,
                  &ModelConfig::query_scaling_without_rope, &ModelConfig::ropes,
-                 &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows>());
+                 &ModelConfig::layer_ropes, &ModelConfig::k_bias, &ModelConfig::windows,
+                 &ModelConfig::layer_sizes, &ModelConfig::per_layer, &ModelConfig::layer_scale>());
   model.def("validate", &ModelConfig::Validate)
       .def("num_attention_layers", &ModelConfig::NumAttentionLayers)
+      .def("kv_size",
+           [](const ModelConfig& self, int layer) {
+             if (layer < 0 || layer >= self.num_layers) {
+               throw InvalidArgument("layer", "is " + std::to_string(layer) +
+                                                  ". It must be below " +
+                                                  std::to_string(self.num_layers) + ".");
+             }
+             return self.OwnsKv(layer) ? self.KvSize(layer) : 0;
+           })
       .def("state_bytes", [](const ModelConfig& self) { return self.recurrent.StateBytes(); });
   m.def("short_rope_length", &ShortRopeLength, py::arg("model"), py::arg("session_len"));
   DefEnum(model, "activation", &ModelConfig::activation, kActivations);

@@ -79,6 +79,11 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
     throw InvalidArgument("collect_kv_statistics",
                           "is not supported on this device. Set it to False.");
   }
+  if (!model.HasOneKvShape()) {
+    throw InvalidArgument("collect_kv_statistics",
+                          "is not supported for a model whose layers differ in head_dim or KV "
+                          "heads. Set it to False.");
+  }
   return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
 }
 

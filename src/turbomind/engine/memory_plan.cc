@@ -148,16 +148,29 @@ std::string StateNeeds(const ModelConfig& model, const EngineConfig& config) {
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
 void RequireHeadDim(const ModelConfig& model) {
   constexpr int kMultiple = 16;
-  constexpr int kLimit = 256;
-  const int head_dim = model.head_dim;
   if (model.latent.exists()) {
     return;  // ModelConfig::Validate checks latents
   }
-  if (head_dim % kMultiple != 0 || head_dim > kLimit) {
-    throw InvalidArgument("head_dim", std::to_string(head_dim) +
-                                          " is not supported. It must be a multiple of " +
-                                          std::to_string(kMultiple) + " and at most " +
-                                          std::to_string(kLimit) + ". Use another model.");
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    const int head_dim = model.HeadDim(layer);
+    if (model.HasAttention(layer) && (head_dim % kMultiple != 0 || head_dim > kMaxHeadDim)) {
+      throw InvalidArgument("head_dim", std::to_string(head_dim) +
+                                            " is not supported. It must be a multiple of " +
+                                            std::to_string(kMultiple) + " and at most " +
+                                            std::to_string(kMaxHeadDim) + ". Use another model.");
+    }
+  }
+}
+
+// Checks what the device needs for layers that share K and V, norms of V and per-layer inputs.
+void RequireSharedKv(const ModelConfig& model, const Device& device) {
+  const bool needs =
+      model.SharesKv() || model.norm.v_unit || model.per_layer.exist() || model.moe.beside_dense;
+  if (needs && !device.capability().has_shared_kv) {
+    throw InvalidArgument(
+        "Layers that share K and V, norms of V and per-layer inputs (Gemma 4) are not supported "
+        "on " +
+        device.capability().generation + ". Use --device cpu.");
   }
 }
 
@@ -227,6 +240,9 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   for (block::Config::LayerFormats& formats : cache.layers) {
     formats.k = model.latent.exists() && formats.k == formats.v ? KvCacheMode::kNone : formats.k;
   }
+  cache.layer_head_dims = model.layer_sizes.head_dims;
+  cache.layer_kv_heads = model.layer_sizes.kv_heads;
+  cache.kv_sources = model.layer_sizes.kv_sources;
   for (int layer = 0; layer < model.num_layers; ++layer) {
     if (!model.HasAttention(layer)) {
       cache.windows[static_cast<size_t>(layer)] = kNoAttention;
@@ -243,6 +259,7 @@ void RequireKernels(const ModelConfig& model, const EngineConfig& config, const 
         "is not supported on " +
         device.capability().generation + ". Use --device cpu.");
   }
+  RequireSharedKv(model, device);
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
       device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));

@@ -22,7 +22,7 @@ int64_t StepCost::Chunk(const std::vector<LayerGroup>& groups, int64_t begin, in
   for (const LayerGroup& group : groups) {
     const int64_t reach = WindowReach(group.window);
     const int64_t visible = reach > 0 ? std::min(middle, reach) : middle;
-    attended += static_cast<int64_t>(group.layers.size()) * visible;
+    attended += int64_t{group.num_readers} * visible;
   }
   const int64_t num_tokens = end - begin;
   return num_tokens * token + (2 * num_tokens + kTwiceReadTokens) * attended / 2;
@@ -44,7 +44,6 @@ StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& devi
   const LatentConfig& latent = model.latent;
   const int64_t rank = model.head_dim;
   const int64_t heads = int64_t{model.num_heads} * rank;
-  const int64_t kv_heads = int64_t{model.num_kv_heads} * model.head_dim;
   int64_t products = 0;  // of one token
   for (int layer = 0; layer < model.num_layers; ++layer) {
     if (latent.exists()) {
@@ -53,7 +52,8 @@ StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& devi
       products += hidden * (rank + latent.rope_dim + model.AttendedSize()) +
                   heads * (latent.nope_dim + latent.value_dim);
     } else if (model.HasAttention(layer)) {
-      products += hidden * ((model.attention_gate ? 3 : 2) * heads + 2 * kv_heads);
+      const int64_t gate = model.attention_gate ? model.QSize(layer) : 0;
+      products += hidden * (model.QkvSize(layer) + model.QSize(layer) + gate);
     }
     if (model.recurrent.Has(layer)) {
       products += hidden * (model.recurrent.InputSize() + model.recurrent.ValueSize());
@@ -65,8 +65,9 @@ StepCost EstimateStepCost(const ModelConfig& model, const DeviceCapability& devi
       products += outer * matrices * moe.top_k * moe.intermediate_size +
                   hidden * (matrices * moe.shared_intermediate_size + 2 * moe.latent_size);
     } else if (model.HasFeedForward(layer)) {
-      products += hidden * matrices * model.intermediate_size;
+      products += hidden * matrices * model.IntermediateSize(layer);
     }
+    products += hidden * 3 * model.per_layer.size;  // gate, up and the layer's projection
   }
   const int64_t per_position = 2 * heads;
   StepCost cost;

@@ -35,7 +35,6 @@ bool HasLegalScales(const KvLayerView& view, KvSide side) {
 KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks)
     : device_(device),
       block_seq_len_(config.block_seq_len),
-      kv_heads_(config.kv_heads),
       state_bytes_(config.state_bytes),
       checkpoint_bytes_(config.checkpoint_bytes),
       groups_(MakeLayerGroups(config)),
@@ -218,15 +217,23 @@ void KvCache::WriteBlock(int pool, int64_t block, std::span<const std::byte> byt
   device_.Synchronize();
 }
 
-void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales) {
-  const std::string what = "KV cache scales of layer " + std::to_string(layer);
+const block::Config& KvCache::ShapeOf(int layer, const std::string& what) const {
   if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
     throw InvalidArgument(what + " cannot be set. The layer must be below " +
                           std::to_string(group_of_.size()));
   }
-  if (scales.size() != static_cast<size_t>(kv_heads_)) {
+  if (GroupOf(layer) < 0) {
+    throw InvalidArgument(what + " cannot be set. The layer has no K and V of its own.");
+  }
+  return groups_[static_cast<size_t>(GroupOf(layer))].layout.config();
+}
+
+void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales) {
+  const std::string what = "KV cache scales of layer " + std::to_string(layer);
+  const int kv_heads = ShapeOf(layer, what).kv_heads;
+  if (scales.size() != static_cast<size_t>(kv_heads)) {
     throw InvalidArgument(what + " have " + std::to_string(scales.size()) + " values, but need " +
-                          std::to_string(kv_heads_) + ", one per KV head.");
+                          std::to_string(kv_heads) + ", one per KV head.");
   }
   for (const float scale : scales) {
     // The condition also rejects NaN. Within this range scale * factor stays a normal number.
@@ -246,12 +253,8 @@ void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& 
 
 void KvCache::SetKMean(int layer, const std::vector<float>& mean) {
   const std::string what = "The K mean of layer " + std::to_string(layer);
-  if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
-    throw InvalidArgument(what + " cannot be set. The layer must be below " +
-                          std::to_string(group_of_.size()));
-  }
-  const size_t wanted = static_cast<size_t>(kv_heads_) *
-                        static_cast<size_t>(groups_.front().layout.config().head_dim);
+  const block::Config& shape = ShapeOf(layer, what);
+  const size_t wanted = static_cast<size_t>(shape.kv_heads) * static_cast<size_t>(shape.head_dim);
   if (mean.size() != wanted) {
     throw InvalidArgument(what + " has " + std::to_string(mean.size()) + " values, but needs " +
                           std::to_string(wanted) + ", the number of KV heads times head_dim.");

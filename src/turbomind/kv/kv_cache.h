@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "turbomind/core/device_memory.h"
@@ -106,10 +107,12 @@ class KvCache {
   }
   StateView WholeSlots(int pool) const;
   void CheckId(int pool, int64_t block) const;
+  // Returns the shape of a layer with K and V. Throws InvalidArgument that begins with `what` for
+  // another layer.
+  const block::Config& ShapeOf(int layer, const std::string& what) const;
 
   DeviceMemory& device_;
   int block_seq_len_;
-  int kv_heads_;
   int64_t state_bytes_;
   int64_t checkpoint_bytes_;
   std::vector<LayerGroup> groups_;

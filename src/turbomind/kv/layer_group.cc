@@ -106,14 +106,26 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     const block::Config::LayerFormats& formats = config.layers[layer];
     return rule.enabled() && formats.k == KvCacheMode::kNone && formats.v == KvCacheMode::kNone;
   };
-  std::map<std::tuple<bool, int, bool>, std::vector<int>> by_window;
+  const auto of_layer = [](const std::vector<int>& sizes, size_t layer, int size) {
+    return sizes.empty() ? size : sizes[layer];
+  };
+  std::map<std::tuple<bool, int, bool, int, int>, std::vector<int>> by_window;
+  std::vector<int> num_readers(config.layers.size());
   for (size_t layer = 0; layer < config.windows.size(); ++layer) {
     const int window = config.windows[layer];
     if (window == kNoAttention) {
       continue;
     }
+    const int source = of_layer(config.kv_sources, layer, static_cast<int>(layer));
+    ++num_readers[static_cast<size_t>(source)];
+    if (source != static_cast<int>(layer)) {
+      continue;
+    }
     const bool is_chunk = window < 0;
-    by_window[{is_chunk, window, has_no_window16(layer)}].push_back(static_cast<int>(layer));
+    const int head_dim = of_layer(config.layer_head_dims, layer, config.head_dim);
+    const int kv_heads = of_layer(config.layer_kv_heads, layer, config.kv_heads);
+    by_window[{is_chunk, window, has_no_window16(layer), head_dim, kv_heads}].push_back(
+        static_cast<int>(layer));
   }
   if (by_window.empty()) {
     throw InvalidArgument(
@@ -121,19 +133,21 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
   }
   std::vector<LayerGroup> groups;
   for (auto& [key, layers] : by_window) {
-    const auto& [is_chunk, window, is_sixteen_bit] = key;
+    const auto& [is_chunk, window, is_sixteen_bit, head_dim, kv_heads] = key;
     block::Config block;
+    int readers = 0;
     for (const int layer : layers) {
+      readers += num_readers[static_cast<size_t>(layer)];
       block.layers.push_back(config.layers[static_cast<size_t>(layer)]);
     }
-    block.kv_heads = config.kv_heads;
-    block.head_dim = config.head_dim;
+    block.kv_heads = kv_heads;
+    block.head_dim = head_dim;
     block.rotary_dim = config.rotary_dim;
     block.block_seq_len = config.block_seq_len;
     block.dtype = config.dtype;
     block.k_offset = config.k_offset && (rule.enabled() || config.k_bias);
     LayerGroup& group =
-        groups.emplace_back(LayerGroup{window, std::move(layers), block::Layout(block),
+        groups.emplace_back(LayerGroup{window, std::move(layers), readers, block::Layout(block),
                                        std::nullopt, is_sixteen_bit ? PrecisionWindow{} : rule});
     if (group.rule.enabled()) {
       for (block::Config::LayerFormats& formats : block.layers) {

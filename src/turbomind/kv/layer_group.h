@@ -16,6 +16,11 @@ struct KvCacheConfig {
   int kv_heads = 0;
   int head_dim = 0;
   int rotary_dim = 0;  // as in KvLayerView
+  // Per layer, if layers differ; else empty.
+  std::vector<int> layer_kv_heads;
+  std::vector<int> layer_head_dims;
+  // Per layer, the layer whose K and V it reads, at or before it; empty: its own.
+  std::vector<int> kv_sources;
   int block_seq_len = 64;
   DataType dtype = DataType::kBFloat16;
   PrecisionWindowTokens window16;  // off unless set
@@ -42,11 +47,13 @@ struct BlockRange {
 };
 
 // The layers that share block ids: all full-attention layers, or all layers with one sliding window
-// length. With a 16-bit window, layers whose K and V are both 16-bit form a group of their own,
-// which has no 16-bit window.
+// length, of those with the same head_dim and KV heads. A layer that reads the K and V of another
+// one is in no group. With a 16-bit window, layers whose K and V are both 16-bit form a group of
+// their own, which has no 16-bit window.
 struct LayerGroup {
   int window = 0;           // as in kv/sliding_window.h
   std::vector<int> layers;  // model layers, ascending
+  int num_readers = 0;      // `layers`, and the layers that read their K and V
   block::Layout layout;     // of the quantized pool
   std::optional<block::Layout>
       window16_layout;  // the same layers in 16 bits; empty if there is no 16-bit window
@@ -77,8 +84,9 @@ struct LayerGroup {
 };
 
 // Returns the groups: full attention first, then windows in ascending order, then chunks; for equal
-// windows, 16-bit layers last. Layers without attention are in no group. Throws InvalidArgument for
-// any configuration that block::Layout rejects, and if no layer has attention.
+// windows, 16-bit layers last, and then by head_dim and KV heads. Layers without attention are in
+// no group. Throws InvalidArgument for any configuration that block::Layout rejects, and if no
+// layer has attention.
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config);
 
 // Returns whether any group has 16-bit blocks.

@@ -16,6 +16,9 @@ enum class KvSide : int { kK = 0, kV = 1 };
 // divides head_dim.
 inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
 
+// The largest head_dim of attention. A device may have fewer kernels (Device::RequireAttention).
+inline constexpr int kMaxHeadDim = 512;
+
 // One row of a block. metadata is null if the format has none.
 struct KvRow {
   uint8_t* payload;

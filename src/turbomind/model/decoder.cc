@@ -50,7 +50,8 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .activation = model.activation,
                     .swiglu_limit = model.swiglu_limit,
                     .router = ViewPart(weights.router),
-                    .score_bias = weights.score_bias.data};
+                    .score_bias = weights.score_bias.data,
+                    .expert_scale = weights.expert_scale.data};
   for (const ExpertWeights& expert : weights.experts) {
     if (!model.gated) {
       layer.up.push_back(ViewPart(expert.gate_up));
@@ -87,17 +88,15 @@ bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_
 
 Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, Device& device)
     : config_(std::move(config)), weights_(std::move(weights)), device_(device) {
-  ModelConfig& model = config_.model;
+  const ModelConfig& model = config_.model;
   for (const RopeConfig& rope : model.ropes) {
     const std::vector<float>& inv_freq = ropes_.emplace_back(rope).inv_freq();
     inv_freqs_.emplace_back(device, inv_freq.data(), static_cast<int64_t>(inv_freq.size()));
   }
   Check(config_.layers.size() == weights_->layers.size(), "there must be one cache view per layer");
-  if (model.softmax_scale == 0.f) {
-    model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
-  }
   for (int i = 0; i < model.num_layers; ++i) {
     last_mixer_ = model.HasMixer(i) ? i : last_mixer_;
+    last_writer_ = model.OwnsKv(i) || model.recurrent.Has(i) ? i : last_writer_;
   }
   bool shifts_sinks = false;
   StepLimits& limits = config_.limits;
@@ -194,11 +193,15 @@ void Decoder::RunLayers(const DecoderInput& input) {
                  .num_tokens = batch.num_tokens,
                  .scale = model().embedding_scale});
   FillRopes(batch);
+  if (model().per_layer.exist()) {
+    FillPerLayerInputs(input);
+  }
   int num_rows = batch.num_tokens;
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
     if (model().HasMixer(i)) {
-      const bool only_rows = i == last_mixer_ && !DecodesOnly(batch);
+      const bool has_no_rows = input.rows.empty() && i == last_writer_;
+      const bool only_rows = (i == last_mixer_ || has_no_rows) && !DecodesOnly(batch);
       if (!Mix(i, MixerInput(i, num_rows), input, only_rows)) {
         return;
       }
@@ -209,6 +212,14 @@ void Decoder::RunLayers(const DecoderInput& input) {
     if (model().HasFeedForward(i)) {
       FeedForward(i, num_rows);
       AddBranch(layer.ffn_output_norm, num_rows);
+    }
+    if (model().per_layer.exist()) {
+      AddPerLayerInputs(i, num_rows);
+    }
+    if (model().layer_scale) {
+      device_.SoftCap({.x = scratch_.hidden,
+                       .count = int64_t{num_rows} * model().hidden_size,
+                       .scale = layer.scale});
     }
   }
 }
@@ -372,8 +383,9 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const bool by_head = !model().norm.qk_all_heads;
+  const bool owns_kv = model().OwnsKv(index);
   if (!by_head) {
-    NormHeads(layer, batch.num_tokens);
+    NormHeads(index, batch.num_tokens);
   }
   const int rope = model().RopeOf(index);
   const RopeAngles angles = rope < 0 ? RopeAngles{} : scratch_.ropes[static_cast<size_t>(rope)];
@@ -385,6 +397,8 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
                                .bias = k_biases_.qkv_bias(index),
                                .q_norm = by_head ? layer.q_norm.data : nullptr,
                                .k_norm = by_head ? layer.k_norm.data : nullptr,
+                               .v_norm = layer.v_norm.data,
+                               .only_queries = !owns_kv,
                                .norm_eps = model().norm_eps,
                                .rope_cos = angles.cos,
                                .rope_sin = angles.sin,
@@ -404,7 +418,7 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
                                .batch = batch,
                                .num_nonfinite = scratch_.num_nonfinite,
                                .num_clipped = scratch_.num_clipped + index});
-  if (batch.num_to_quantize > 0) {
+  if (batch.num_to_quantize > 0 && owns_kv) {
     invokeQuantizeBlocks(device_, {.kv = cache.kv,
                                    .window16 = cache.window16,
                                    .search_scales = config_.search_scales,
@@ -412,9 +426,9 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
                                    .num_to_quantize = batch.num_to_quantize,
                                    .num_clipped = scratch_.num_clipped + index});
   }
-  if (config_.statistics != nullptr) {
-    const int64_t q_size = int64_t{model().num_heads} * model().head_dim;
-    const int64_t kv_size = int64_t{model().num_kv_heads} * model().head_dim;
+  if (config_.statistics != nullptr && owns_kv) {
+    const int64_t q_size = model().QSize(index);
+    const int64_t kv_size = model().KvSize(index);
     config_.statistics->Add(index, {.k = scratch_.qkv + q_size,
                                     .v = scratch_.qkv + q_size + kv_size,
                                     .stride = q_size + 2 * kv_size,
@@ -423,9 +437,10 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
 }
 
 // Normalizes Q and K over all heads, if the layer has norms for them.
-void Decoder::NormHeads(const LayerWeights& layer, int num_tokens) {
-  const int q_size = model().num_heads * model().head_dim;
-  const int kv_size = model().num_kv_heads * model().head_dim;
+void Decoder::NormHeads(int index, int num_tokens) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
+  const int q_size = static_cast<int>(model().QSize(index));
+  const int kv_size = static_cast<int>(model().KvSize(index));
   if (layer.q_norm.empty()) {
     return;
   }
@@ -447,13 +462,14 @@ void Decoder::NormHeads(const LayerWeights& layer, int num_tokens) {
 void Decoder::Attention(int index, const BatchView& batch, bool include_prefill) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
-  const int64_t heads = int64_t{model().num_heads} + 2 * int64_t{model().num_kv_heads};
+  const auto head_dim = static_cast<float>(model().HeadDim(index));
+  const float scale = model().softmax_scale;
   const AttentionParams attention = {
       .q = scratch_.qkv,
-      .q_stride = heads * model().head_dim,
+      .q_stride = model().QkvSize(index),
       .out = scratch_.attended,
       .q_heads = model().num_heads,
-      .softmax_scale = model().softmax_scale,
+      .softmax_scale = scale != 0.f ? scale : 1.f / std::sqrt(head_dim),
       .score_cap = model().attention_cap,
       .exact = weights_->exact,
       .window = cache.window,
@@ -486,8 +502,14 @@ void Decoder::FeedForward(int index, int num_tokens) {
                      .norm = norms.inputs && !is_normed ? &norm : nullptr,
                      .normed = norms.inputs ? scratch_.normed + offset : nullptr};
     const Output out = BranchOutput(first, rows);
+    if (model().HasDenseFeedForward(index)) {
+      DenseFeedForward(index, x, out);
+    }
     if (experts.empty()) {
-      DenseFeedForward(weights_->layers[static_cast<size_t>(index)], x, out);
+      continue;
+    }
+    if (model().moe.beside_dense) {
+      AddExpertsBeside(index, first, rows);
       continue;
     }
     invokeMoe(device_,
@@ -502,12 +524,13 @@ void Decoder::FeedForward(int index, int num_tokens) {
 }
 
 // Computes down(activation(gate_up(x))).
-void Decoder::DenseFeedForward(const LayerWeights& layer, const Input& x, const Output& out) {
+void Decoder::DenseFeedForward(int index, const Input& x, const Output& out) {
+  const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   Project(layer.gate_up, layer.gate_up.bias.data, x, {scratch_.gate_up, out.num_rows},
           {.gate_up = scratch_.gate_up,
            .out = scratch_.activated,
            .num_rows = out.num_rows,
-           .dim = model().intermediate_size,
+           .dim = model().IntermediateSize(index),
            .activation = model().activation,
            .limit = model().swiglu_limit,
            .gated = model().gated});

@@ -41,8 +41,8 @@ struct DecoderInput {
   const int32_t* tokens = nullptr;   // [num_tokens]
   std::span<const BatchView> batch;  // [num_groups]
   // Ascending token indices whose logits may be computed afterwards. After the last layer's
-  // attention, a prefill step keeps only these rows. If there are none, it stops once K and V are
-  // written.
+  // attention, a prefill step keeps only these rows. If there are none, it stops once the last
+  // layer with K and V has written them.
   std::span<const int32_t> rows;
   // For recurrent layers. `restores` are copied from checkpoints before the step, and `checkpoints`
   // to them after it.
@@ -134,11 +134,15 @@ class Decoder {
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
   void WriteKv(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
-  void DenseFeedForward(const LayerWeights& layer, const Input& x, const Output& out);
+  void AddExpertsBeside(int index, int first, int rows);  // decoder_experts.cc
+  // Per-layer inputs (decoder_per_layer.cc): compute those of all layers, and add a layer's branch.
+  void FillPerLayerInputs(const DecoderInput& input);
+  void AddPerLayerInputs(int index, int num_rows);
+  void DenseFeedForward(int index, const Input& x, const Output& out);
   // Writes each part of the weight to its own columns of y. `gate` is as in ProjectParams.
   void Project(const LinearWeight& weight, const float* bias, const Input& x, const Output& out,
                const GatedActivationParams& gate = {});
-  void NormHeads(const LayerWeights& layer, int num_tokens);
+  void NormHeads(int index, int num_tokens);
   NormParams NormOf(const NormWeight& norm, const float* x, float* out, int num_rows) const;
   // Returns where a branch writes its rows from `first` on: its own buffer if the model changes
   // branches, else `hidden`, to which the rows are added.
@@ -162,7 +166,8 @@ class Decoder {
   std::vector<StepGroup> step_groups_;  // by layer group
   std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;
-  int last_mixer_ = 0;  // the last layer that mixes tokens
+  int last_mixer_ = 0;   // the last layer that mixes tokens
+  int last_writer_ = 0;  // the last layer that stores K and V or a state
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
   int num_rows_ = 0;        // rows whose hidden states are in the scratch

@@ -47,6 +47,10 @@ bool Decoder::Mix(int index, const Input& x, const DecoderInput& input, bool onl
   if (model().parallel) {
     GatherRows(input.rows, scratch_.normed, model().hidden_size);
   }
+  if (model().per_layer.exist()) {
+    GatherRows(input.rows, scratch_.per_layer,
+               int64_t{model().num_layers} * model().per_layer.size);
+  }
   return true;
 }
 

@@ -85,8 +85,14 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   const int64_t tokens = limits.max_tokens;
   const int64_t logit_rows = limits.max_logit_rows;
   const int64_t ffn_rows = std::min(limits.max_tokens, limits.ffn_rows);
-  const int64_t q_size = int64_t{model.num_heads} * model.head_dim;
-  const int64_t kv_size = int64_t{model.num_kv_heads} * model.head_dim;
+  int64_t q_size = 0;
+  int64_t qkv_size = 0;
+  int64_t inner = 0;
+  for (int i = 0; i < model.num_layers; ++i) {
+    q_size = std::max(q_size, model.HasAttention(i) ? model.QSize(i) : 0);
+    qkv_size = std::max(qkv_size, model.HasAttention(i) ? model.QkvSize(i) : 0);
+    inner = std::max(inner, int64_t{model.IntermediateSize(i)});
+  }
   Placer placer(memory);
   placer.Add(num_nonfinite, 1);
   placer.Add(num_clipped, model.num_layers);
@@ -105,15 +111,19 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   };
   place_ropes(ropes, true);
   place_ropes(block_ropes, model.k_bias);
+  const int64_t inputs = int64_t{model.num_layers} * model.per_layer.size;
+  placer.Add(per_layer, tokens * inputs);
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
   const int64_t layer = placer.next();
+  placer.Add(per_layer_rows, ffn_rows * inputs);
+  placer.GoBack(layer);
   if (model.latent.exists()) {
     PlaceLatents(model, tokens, latent, placer);
   } else {
-    placer.Add(qkv, tokens * (q_size + 2 * kv_size));
+    placer.Add(qkv, tokens * qkv_size);
   }
-  placer.Add(attended, tokens * model.AttendedSize());
+  placer.Add(attended, tokens * (model.latent.exists() ? model.AttendedSize() : q_size));
   placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
   placer.Add(attention_gate, model.attention_gate ? tokens * q_size : 0);
   if (!model.HasSumOfMixers()) {
@@ -126,12 +136,17 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   }
   placer.GoBack(layer);
   if (model.HasDenseLayer()) {
-    placer.Add(gate_up, ffn_rows * (model.gated ? 2 : 1) * model.intermediate_size);
-    placer.Add(activated, ffn_rows * model.intermediate_size);
+    placer.Add(gate_up, ffn_rows * (model.gated ? 2 : 1) * inner);
+    placer.Add(activated, ffn_rows * inner);
   }
   if (model.moe.num_experts > 0) {
     PlaceMoe(model, ffn_rows, moe, placer);
+    const int64_t beside = model.moe.beside_dense ? ffn_rows * model.hidden_size : 0;
+    placer.Add(router_input, beside);
+    placer.Add(expert_branch, beside);
   }
+  placer.GoBack(layer);
+  placer.Add(per_layer_gate, ffn_rows * model.per_layer.size);
   return placer.num_bytes();
 }
 

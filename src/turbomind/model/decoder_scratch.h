@@ -50,9 +50,11 @@ struct DecoderScratch {
   float* branch = nullptr;              // [max_tokens, hidden]; for models that change branches
   std::vector<RopeAngles> ropes;        // as ModelConfig::ropes
   std::vector<RopeAngles> block_ropes;  // of the middle of each token's block; for a bias of K
+  float* per_layer = nullptr;           // [max_tokens, layers, PerLayerInputs::size]
   float* selected = nullptr;            // [max_logit_rows, hidden]
   float* logits = nullptr;              // [max_logit_rows, vocab]
-  // Buffers of a layer's attention:
+  float* per_layer_rows = nullptr;      // [ffn rows, layers, PerLayerInputs::size]; before layer 0
+  // Buffers of a layer's attention, for its widest layer:
   float* qkv = nullptr;             // [max_tokens, (heads + 2 kv_heads) * head_dim]
   float* attended = nullptr;        // [max_tokens, ModelConfig::AttendedSize]
   float* attention_gate = nullptr;  // same; for models that have it
@@ -64,9 +66,13 @@ struct DecoderScratch {
   float* convolved = nullptr;  // [max_tokens, channels]
   float* mixed = nullptr;      // [max_tokens, value_size]
   // Buffers of its feed-forward, in the same memory:
-  float* gate_up = nullptr;    // [ffn rows, 2 * intermediate]; for dense layers
-  float* activated = nullptr;  // [ffn rows, intermediate]
-  MoeScratch moe;              // for ffn rows; for layers with experts
+  float* gate_up = nullptr;        // [ffn rows, 2 * intermediate]; for dense layers
+  float* activated = nullptr;      // [ffn rows, intermediate]
+  MoeScratch moe;                  // for ffn rows; for layers with experts
+  float* router_input = nullptr;   // [ffn rows, hidden]; for experts beside a dense feed-forward
+  float* expert_branch = nullptr;  // same
+  // Buffer of its per-layer inputs, in the same memory:
+  float* per_layer_gate = nullptr;  // [ffn rows, PerLayerInputs::size]
 
   // Places the buffers from `memory` on, each at a multiple of 64 bytes, and returns their size in
   // bytes. With null it only computes the size.

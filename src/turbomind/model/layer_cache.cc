@@ -11,11 +11,12 @@ std::vector<LayerCache> MakeLayerCaches(const ModelConfig& model, const KvCache&
   for (int i = 0; i < model.num_layers; ++i) {
     LayerCache& layer = layers.emplace_back();
     if (model.HasAttention(i)) {
-      layer = {.kv = cache.LayerView(i),
-               .window16 = cache.Window16LayerView(i),
-               .rule = cache.rule(i),
-               .k_mean = cache.KMean(i),
-               .group = cache.GroupOf(i),
+      const int source = model.KvSource(i);
+      layer = {.kv = cache.LayerView(source),
+               .window16 = cache.Window16LayerView(source),
+               .rule = cache.rule(source),
+               .k_mean = cache.KMean(source),
+               .group = cache.GroupOf(source),
                .window = model.windows[static_cast<size_t>(i)]};
     }
     if (model.recurrent.Has(i)) {

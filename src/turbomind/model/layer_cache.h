@@ -8,7 +8,8 @@
 
 namespace turbomind {
 
-// The cache of one layer: where this step's K and V, or its states, are read and written.
+// The cache of one layer: where this step's K and V, or its states, are read and written. A layer
+// without K and V of its own has the views of the layer whose it reads (ModelConfig::KvSource).
 struct LayerCache {
   KvLayerView kv;
   KvLayerView window16;  // data is null if there is no 16-bit window

@@ -13,6 +13,7 @@ namespace {
 // Above any real model. These limits keep products of two sizes within 64 bits.
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxHeads = 65536;
+constexpr int kMaxHeadSize = 1024;
 constexpr int64_t kMaxWidth = int64_t{1} << 24;
 constexpr int64_t kMaxPosition = int64_t{1} << 30;
 // The memory for the weights' names grows with the number of experts in all layers.
@@ -107,11 +108,49 @@ bool ModelConfig::HasSumOfMixers() const {
 
 bool ModelConfig::HasDenseLayer() const {
   for (int layer = 0; layer < num_layers; ++layer) {
-    if (HasFeedForward(layer) && !moe.HasExperts(layer)) {
+    if (HasDenseFeedForward(layer)) {
       return true;
     }
   }
   return false;
+}
+
+int ModelConfig::HeadDim(int layer) const {
+  const std::vector<int>& dims = layer_sizes.head_dims;
+  return dims.empty() ? head_dim : dims[static_cast<size_t>(layer)];
+}
+
+int ModelConfig::KvHeads(int layer) const {
+  const std::vector<int>& heads = layer_sizes.kv_heads;
+  return heads.empty() ? num_kv_heads : heads[static_cast<size_t>(layer)];
+}
+
+int ModelConfig::IntermediateSize(int layer) const {
+  const std::vector<int>& sizes = layer_sizes.intermediate_sizes;
+  return sizes.empty() ? intermediate_size : sizes[static_cast<size_t>(layer)];
+}
+
+int ModelConfig::KvSource(int layer) const {
+  const std::vector<int>& sources = layer_sizes.kv_sources;
+  return sources.empty() ? layer : sources[static_cast<size_t>(layer)];
+}
+
+bool ModelConfig::SharesKv() const {
+  for (int layer = 0; layer < num_layers; ++layer) {
+    if (HasAttention(layer) && !OwnsKv(layer)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool ModelConfig::HasOneKvShape() const {
+  for (int layer = 0; layer < num_layers; ++layer) {
+    if (HasAttention(layer) && (HeadDim(layer) != head_dim || KvHeads(layer) != num_kv_heads)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 int ModelConfig::RopeOf(int layer) const {
@@ -187,9 +226,9 @@ void ValidateRopes(const ModelConfig& model) {
               std::to_string(kMaxRopes));
   for (const RopeConfig& rope : model.ropes) {
     const RopeTable checked(rope);
-    Require(rope.kind == RopeKind::kNone || rope.dim <= model.head_dim, "rope.dim",
-            "is " + std::to_string(rope.dim) + ". It must be at most head_dim (" +
-                std::to_string(model.head_dim) + ")");
+    Require(rope.kind == RopeKind::kNone || rope.dim <= kMaxHeadSize, "rope.dim",
+            "is " + std::to_string(rope.dim) + ". It must be at most " +
+                std::to_string(kMaxHeadSize) + ".");
   }
   const auto layers = static_cast<size_t>(model.num_layers);
   Require(model.layer_ropes.empty() || model.layer_ropes.size() == layers, "layer_ropes",
@@ -200,6 +239,75 @@ void ValidateRopes(const ModelConfig& model) {
             "contains " + std::to_string(index) +
                 ". Each entry must be an index in ropes, or -1 for none.");
   }
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    const int rope = model.HasAttention(layer) ? model.RopeOf(layer) : -1;
+    Require(rope < 0 || model.ropes[static_cast<size_t>(rope)].dim <= model.HeadDim(layer),
+            "rope.dim",
+            "of layer " + std::to_string(layer) + " is more than head_dim (" +
+                std::to_string(model.HeadDim(layer)) + ").");
+  }
+}
+
+// Requires one entry of [1, limit] per layer, or none.
+void ValidateSizes(const char* field, const std::vector<int>& sizes, int num_layers,
+                   int64_t limit) {
+  Require(sizes.empty() || sizes.size() == static_cast<size_t>(num_layers), field,
+          "has " + std::to_string(sizes.size()) + " entries. It must have one per layer (" +
+              std::to_string(num_layers) + ").");
+  for (const int size : sizes) {
+    RequireSize(field, size, limit);
+  }
+}
+
+// Checks the layers whose K and V a layer reads.
+void ValidateKvSources(const ModelConfig& model) {
+  const std::vector<int>& sources = model.layer_sizes.kv_sources;
+  const char* const field = "layer_sizes.kv_sources";
+  Require(sources.empty() || sources.size() == static_cast<size_t>(model.num_layers), field,
+          "has " + std::to_string(sources.size()) + " entries. It must have one per layer (" +
+              std::to_string(model.num_layers) + ").");
+  for (int layer = 0; layer < model.num_layers; ++layer) {
+    const int source = model.KvSource(layer);
+    if (source == layer) {
+      continue;
+    }
+    const std::string named = "of layer " + std::to_string(layer) + " is " + std::to_string(source);
+    Require(source >= 0 && source < layer, field, named + ". It must be an earlier layer.");
+    Require(model.HasAttention(layer) && model.OwnsKv(source), field,
+            named + ". Both layers must have attention, and that layer K and V of its own.");
+    const auto at = static_cast<size_t>(layer);
+    const auto from = static_cast<size_t>(source);
+    Require(model.HeadDim(layer) == model.HeadDim(source) &&
+                model.KvHeads(layer) == model.KvHeads(source) &&
+                model.windows[at] == model.windows[from],
+            field, named + ". Both layers must have the same window and the same KV heads.");
+    Require(!model.k_bias && !model.norm.qk_all_heads, field,
+            named + ". Such layers support no bias of K and no norms over all heads.");
+  }
+}
+
+void ValidateLayerSizes(const ModelConfig& model) {
+  const LayerSizes& sizes = model.layer_sizes;
+  ValidateSizes("layer_sizes.head_dims", sizes.head_dims, model.num_layers, kMaxHeadSize);
+  ValidateSizes("layer_sizes.kv_heads", sizes.kv_heads, model.num_layers, kMaxHeads);
+  ValidateSizes("layer_sizes.intermediate_sizes", sizes.intermediate_sizes, model.num_layers,
+                kMaxWidth);
+  for (const int heads : sizes.kv_heads) {
+    Require(model.num_heads % heads == 0, "layer_sizes.kv_heads",
+            "contains " + std::to_string(heads) + ". Each entry must divide num_heads (" +
+                std::to_string(model.num_heads) + ").");
+  }
+  Require(!model.k_bias || model.HasOneKvShape(), "k_bias",
+          "is true. It must be false if layers differ in head_dim or KV heads.");
+  Require(model.per_layer.size >= 0 && model.per_layer.size <= kMaxWidth / model.num_layers,
+          "per_layer.size",
+          "is " + std::to_string(model.per_layer.size) + ". It must be 0 to " +
+              std::to_string(kMaxWidth / model.num_layers) + ".");
+  Require(!model.moe.beside_dense ||
+              (model.norm.inputs && model.norm.outputs && !model.parallel && model.gated),
+          "moe.beside_dense", "must be false unless both branches have norms before and after.");
+  Require(!model.per_layer.exist() || model.norm.outputs, "per_layer.size",
+          "must be 0 if norm.outputs is false.");
 }
 
 // Checks that the latents fit the kernels, and that the model has no option that they lack.
@@ -254,7 +362,7 @@ void ModelConfig::Validate() const {
   RequireSize("hidden_size", hidden_size, kMaxWidth);
   RequireSize("num_heads", num_heads, kMaxHeads);
   RequireSize("num_kv_heads", num_kv_heads, kMaxHeads);
-  RequireSize("head_dim", head_dim, 1024);
+  RequireSize("head_dim", head_dim, kMaxHeadSize);
   RequireSize("vocab_size", vocab_size, kMaxWidth);
   RequireSize("max_position", max_position, kMaxPosition);
   Require(num_heads % num_kv_heads == 0, "num_heads",
@@ -286,6 +394,8 @@ void ModelConfig::Validate() const {
   }
   ValidateFactors(*this);
   ValidateStructure(*this);
+  ValidateLayerSizes(*this);
+  ValidateKvSources(*this);
   ValidateRopes(*this);
   ValidateLatents(*this);
 }

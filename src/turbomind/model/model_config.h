@@ -5,6 +5,7 @@
 
 #include "turbomind/core/dtype.h"
 #include "turbomind/model/latent_config.h"
+#include "turbomind/model/layer_sizes.h"
 #include "turbomind/model/recurrent_config.h"
 #include "turbomind/ops/params.h"
 #include "turbomind/ops/rope_config.h"
@@ -23,10 +24,13 @@ struct MoeConfig {
   bool shared_gate = true;           // a router weighs the shared expert
   bool best_of_group = false;        // a group counts as its best expert, not as its best two
   bool weigh_inputs = false;         // weights multiply the inputs of experts, not their outputs
-  int num_groups = 1;                // n_group: experts are chosen from the best groups
-  int top_groups = 1;                // topk_group
-  float scale = 1.f;                 // routed_scaling_factor
-  std::vector<uint8_t> layers;       // per layer; 1: experts, 0: dense feed-forward
+  // A layer with experts also has the dense feed-forward. Both have norms of their own, and so has
+  // the router, whose weights get a factor per expert.
+  bool beside_dense = false;
+  int num_groups = 1;           // n_group: experts are chosen from the best groups
+  int top_groups = 1;           // topk_group
+  float scale = 1.f;            // routed_scaling_factor
+  std::vector<uint8_t> layers;  // per layer; 1: experts, 0: dense feed-forward
 
   bool HasExperts(int layer) const {
     return num_experts > 0 && layers[static_cast<size_t>(layer)] != 0;
@@ -41,6 +45,7 @@ struct NormConfig {
   bool qk_all_heads = false;   // q_norm and k_norm cover all heads together
   bool qk_after_rope = false;  // q_norm and k_norm follow RoPE
   bool qk_unit = false;        // weights of 1 replace q_norm and k_norm, in layers with RoPE
+  bool v_unit = false;         // V has a norm by head, with weights of 1
 };
 
 // A decoder model as data. Optional parts (biases, q_norm and k_norm, sinks, separate head) are
@@ -82,6 +87,9 @@ struct ModelConfig {
   bool query_scaling_without_rope = false;
   bool k_bias = false;       // K has a bias, which RoPE follows without a norm between them
   std::vector<int> windows;  // per layer, as in kv/sliding_window.h
+  LayerSizes layer_sizes;
+  PerLayerInputs per_layer;
+  bool layer_scale = false;              // a factor of every layer multiplies its output
   DataType dtype = DataType::kBFloat16;  // cache dtype (16-bit values and inline metadata)
 
   // Throws InvalidArgument that names the field.
@@ -99,8 +107,29 @@ struct ModelConfig {
   int64_t AttendedSize() const {
     return int64_t{num_heads} * (latent.exists() ? latent.value_dim : head_dim);
   }
+  // Return the sizes of a layer.
+  int HeadDim(int layer) const;
+  int KvHeads(int layer) const;
+  int IntermediateSize(int layer) const;
+  // Return the values of all query heads of a layer, and of its K or V.
+  int64_t QSize(int layer) const { return int64_t{num_heads} * HeadDim(layer); }
+  int64_t KvSize(int layer) const { return int64_t{KvHeads(layer)} * HeadDim(layer); }
+  // Returns the values of a layer's projected Q, K and V. A layer without K and V has only Q.
+  int64_t QkvSize(int layer) const {
+    return QSize(layer) + (OwnsKv(layer) ? 2 * KvSize(layer) : 0);
+  }
+  // Returns the layer whose K and V a layer with attention reads.
+  int KvSource(int layer) const;
+  // Returns whether a layer computes and stores K and V.
+  bool OwnsKv(int layer) const { return HasAttention(layer) && KvSource(layer) == layer; }
+  bool SharesKv() const;
+  // Returns whether layers differ in head_dim or the number of KV heads.
+  bool HasOneKvShape() const;
   // Returns whether some layer has attention and a recurrent state.
   bool HasSumOfMixers() const;
+  bool HasDenseFeedForward(int layer) const {
+    return HasFeedForward(layer) && (!moe.HasExperts(layer) || moe.beside_dense);
+  }
   // Returns whether some layer has a feed-forward of intermediate_size.
   bool HasDenseLayer() const;
   // Returns the index of a layer's RoPE in ropes, or -1 if the layer has none.

@@ -5,94 +5,13 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/model/weight_slots.h"
 
 namespace turbomind {
-
-int64_t LinearWeight::rows() const {
-  int64_t total = 0;
-  for (const auto& part : parts) {
-    total += part->rows;
-  }
-  return total;
-}
-
-int64_t LinearWeight::cols() const { return parts.empty() ? 0 : parts.front()->cols; }
-
-std::vector<const LinearWeight*> LayerWeights::shared_linears() const {
-  return {&qkv,
-          &attention_gate,
-          &output,
-          &latent.q_down,
-          &latent.q,
-          &latent.down,
-          &latent.k_matrices,
-          &latent.v_matrices,
-          &recurrent.input,
-          &recurrent.output,
-          &gate_up,
-          &down,
-          &moe.router,
-          &moe.latent_down,
-          &moe.latent_up,
-          &moe.shared_gate_up,
-          &moe.shared_down,
-          &moe.shared_router};
-}
-
-std::vector<const LinearWeight*> LayerWeights::linears() const {
-  std::vector<const LinearWeight*> all = shared_linears();
-  for (const ExpertWeights& expert : moe.experts) {
-    all.push_back(&expert.gate_up);
-    all.push_back(&expert.down);
-  }
-  return all;
-}
-
-int64_t Weights::num_bytes() const {
-  int64_t total = static_cast<int64_t>(vectors.num_bytes()) + embedding->num_bytes();
-  total += head ? head->num_bytes() : 0;
-  for (const LayerWeights& layer : layers) {
-    for (const LinearWeight* linear : layer.linears()) {
-      for (const auto& part : linear->parts) {
-        total += part->num_bytes();
-      }
-    }
-  }
-  return total;
-}
 
 namespace {
 
 constexpr size_t kVectorAlignment = 16;
-
-struct MatrixSlot {
-  std::unique_ptr<PackedMatrix>* target = nullptr;
-  int64_t rows = 0;
-  int64_t cols = 0;
-  bool required = true;
-  bool exact = false;  // packed for FP32 compute, whatever the other matrices use
-};
-
-struct VectorSlot {
-  VectorWeight* target = nullptr;  // null for the bias of a part, see JoinBiases
-  int64_t size = 0;
-  bool required = true;
-  int repeats = 1;  // of the values in the target
-  std::vector<float> values = {};
-};
-
-// A vector to upload and its target.
-struct VectorUpload {
-  VectorWeight* target = nullptr;
-  std::vector<float> values;
-};
-
-// An expert whose gate and up matrices may be added in either form.
-struct ExpertSlot {
-  ExpertWeights* expert = nullptr;
-  std::string prefix;
-  LinearWeight interleaved;
-};
 
 std::string Shape(int64_t rows, int64_t cols) {
   return "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
@@ -119,15 +38,41 @@ struct WeightsBuilder::Impl {
       if (config.HasAttention(i)) {
         AddAttention(prefix, i, layer);
       }
+      const std::vector<float> ones(static_cast<size_t>(config.HeadDim(i)), 1.f);
       if (config.norm.qk_unit && config.RopeOf(i) >= 0 && config.HasAttention(i)) {
-        const std::vector<float> ones(static_cast<size_t>(config.head_dim), 1.f);
         vectors[prefix + "q_norm"].values = vectors[prefix + "k_norm"].values = ones;
+      }
+      if (config.norm.v_unit && config.OwnsKv(i)) {
+        Vector(prefix + "v_norm", layer.v_norm, config.HeadDim(i));
+        vectors[prefix + "v_norm"].values = ones;
       }
       if (config.moe.HasExperts(i)) {
         AddExperts(prefix, layer.moe);
-      } else if (config.HasFeedForward(i)) {
-        AddFeedForward(prefix, layer);
       }
+      if (config.HasDenseFeedForward(i)) {
+        AddFeedForward(prefix, i, layer);
+      }
+      if (config.layer_scale) {
+        vectors[prefix + "scale"] = {nullptr, 1, true};
+      }
+    }
+    if (config.per_layer.exist()) {
+      AddPerLayerInputs();
+    }
+  }
+
+  void AddPerLayerInputs() {
+    const int64_t size = config.per_layer.size;
+    const int64_t width = config.num_layers * size;
+    Matrix("per_layer_embedding", weights->per_layer_embedding, config.vocab_size, width);
+    Linear(weights->per_layer_projection, config.hidden_size, {{"per_layer_projection", width}});
+    Vector("per_layer_norm", weights->per_layer_norm, size);
+    for (int i = 0; i < config.num_layers; ++i) {
+      const std::string prefix = "layers." + std::to_string(i) + ".per_layer_";
+      LayerWeights& layer = weights->layers[static_cast<size_t>(i)];
+      Linear(layer.per_layer_gate, config.hidden_size, {{prefix + "gate", size}});
+      Linear(layer.per_layer_up, size, {{prefix + "up", config.hidden_size}});
+      Norm(prefix + "output_norm", layer.per_layer_output_norm);
     }
   }
 
@@ -183,14 +128,18 @@ struct WeightsBuilder::Impl {
       return;
     }
     const int64_t hidden = config.hidden_size;
-    const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
-    const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
+    const int64_t q_rows = config.QSize(index);
+    const int64_t kv_rows = config.KvSize(index);
+    const int head_dim = config.HeadDim(index);
     const bool all_heads = config.norm.qk_all_heads;
-    Vector(prefix + "q_norm", layer.q_norm, all_heads ? q_rows : config.head_dim, false);
-    Vector(prefix + "k_norm", layer.k_norm, all_heads ? kv_rows : config.head_dim, false);
+    std::vector<std::pair<std::string, int64_t>> parts = {{prefix + "q", q_rows}};
+    Vector(prefix + "q_norm", layer.q_norm, all_heads ? q_rows : head_dim, false);
+    if (config.OwnsKv(index)) {
+      Vector(prefix + "k_norm", layer.k_norm, all_heads ? kv_rows : head_dim, false);
+      parts.insert(parts.end(), {{prefix + "k", kv_rows}, {prefix + "v", kv_rows}});
+    }
     Vector(prefix + "sinks", layer.sinks, config.num_heads, false);
-    Linear(layer.qkv, hidden,
-           {{prefix + "q", q_rows}, {prefix + "k", kv_rows}, {prefix + "v", kv_rows}});
+    Linear(layer.qkv, hidden, parts);
     layer.qkv.is_normed = NormsMixerInput(index);
     if (config.attention_gate) {
       Linear(layer.attention_gate, hidden, {{prefix + "attention_gate", q_rows}});
@@ -243,8 +192,8 @@ struct WeightsBuilder::Impl {
     return {{prefix + "up", rows}};
   }
 
-  void AddFeedForward(const std::string& prefix, LayerWeights& layer) {
-    const int64_t inner = config.intermediate_size;
+  void AddFeedForward(const std::string& prefix, int index, LayerWeights& layer) {
+    const int64_t inner = config.IntermediateSize(index);
     Linear(layer.gate_up, config.hidden_size, GateAndUp(prefix, inner));
     layer.gate_up.is_normed = config.norm.inputs && !config.parallel;
     layer.gate_up.is_gated = config.gated;
@@ -254,7 +203,14 @@ struct WeightsBuilder::Impl {
   void AddExperts(const std::string& prefix, MoeWeights& moe) {
     const int64_t hidden = config.hidden_size;
     Linear(moe.router, hidden, {{prefix + "router", config.moe.num_experts}});
-    moe.router.is_normed = config.norm.inputs && !config.parallel;
+    moe.router.is_normed = config.norm.inputs && !config.parallel && !config.moe.beside_dense;
+    if (config.moe.beside_dense) {
+      Vector(prefix + "router.expert_scale", moe.expert_scale, config.moe.num_experts);
+      Norm(prefix + "router.norm", moe.router_norm);
+      Norm(prefix + "expert_norm", moe.norm);
+      Norm(prefix + "expert_output_norm", moe.output_norm);
+      Norm(prefix + "dense_output_norm", moe.dense_output_norm);
+    }
     matrices[prefix + "router"].exact = true;
     Vector(prefix + "router.score_bias", moe.score_bias, config.moe.num_experts, false);
     if (const int64_t latent = config.moe.latent_size; latent > 0) {
@@ -462,6 +418,14 @@ struct WeightsBuilder::Impl {
     }
   }
 
+  // Sets the factors of layers, which the host reads.
+  void SetScales() {
+    for (size_t i = 0; config.layer_scale && i < weights->layers.size(); ++i) {
+      weights->layers[i].scale =
+          vectors.at("layers." + std::to_string(i) + ".scale").values.front();
+    }
+  }
+
   // Makes the interleaved form visible to the decoder. Called after Upload.
   void ChooseForm() {
     if (Interleaved()) {
@@ -505,7 +469,7 @@ struct WeightsBuilder::Impl {
                               " has biases of q or k and norms over all heads. These norms "
                               "support no biases.");
       }
-      if (has_q_norm != HasVector(layer + ".k_norm")) {
+      if (config.OwnsKv(static_cast<int>(i)) && has_q_norm != HasVector(layer + ".k_norm")) {
         missing.push_back(layer + (has_q_norm ? ".k_norm" : ".q_norm"));
       }
     }
@@ -599,6 +563,7 @@ std::shared_ptr<const Weights> WeightsBuilder::Build() {
   impl_->Upload();
   impl_->ChooseForm();
   impl_->ViewHeads();
+  impl_->SetScales();
   impl_->weights->exact = impl_->exact;
   return std::exchange(impl_->weights, nullptr);
 }

@@ -44,6 +44,12 @@ struct ExpertWeights {
   bool interleaved() const { return gate_up.parts.size() == 1; }
 };
 
+// The weight of a norm, and its bias or empty.
+struct NormWeight {
+  VectorWeight weight;
+  VectorWeight bias;
+};
+
 struct MoeWeights {
   LinearWeight router;                 // [num_experts, hidden], FP32
   VectorWeight score_bias;             // [num_experts], added to scores to select experts; or empty
@@ -51,12 +57,11 @@ struct MoeWeights {
   LinearWeight latent_down, latent_up;  // [latent, hidden], [hidden, latent]; may be empty
   LinearWeight shared_gate_up, shared_down;
   LinearWeight shared_router;  // [1, hidden], FP32; empty if nothing weighs the shared expert
-};
-
-// The weight of a norm, and its bias or empty.
-struct NormWeight {
-  VectorWeight weight;
-  VectorWeight bias;
+  // For MoeConfig::beside_dense:
+  VectorWeight expert_scale;     // [num_experts]
+  NormWeight router_norm, norm;  // [hidden], of the inputs of the router and of the experts
+  NormWeight output_norm;        // [hidden], of the experts
+  NormWeight dense_output_norm;  // [hidden]
 };
 
 // The layer of a RecurrentConfig. Its rule says which parts `input` has, in this order:
@@ -89,8 +94,9 @@ struct LayerWeights {
   NormWeight attention_norm, attention_output_norm;  // [hidden]; empty if the model has none
   NormWeight ffn_norm, ffn_output_norm;              // same
   VectorWeight q_norm, k_norm;  // [head_dim], or all heads' [heads * head_dim]; may be empty
+  VectorWeight v_norm;          // [head_dim] or empty
   VectorWeight sinks;           // [num_heads] or empty
-  LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
+  LinearWeight qkv;             // [QkvSize, hidden]: q, k and v, or q for a layer without K and V
   LinearWeight attention_gate;  // [heads * head_dim, hidden] or empty
   LinearWeight output;          // [hidden, ModelConfig::AttendedSize]
   LatentWeights latent;         // instead of qkv, if the model has latents
@@ -99,6 +105,10 @@ struct LayerWeights {
                                 // model's feed-forward has no gate
   LinearWeight down;            // [hidden, intermediate], for a dense layer
   MoeWeights moe;
+  LinearWeight per_layer_gate;       // [PerLayerInputs::size, hidden], if the model has them
+  LinearWeight per_layer_up;         // [hidden, PerLayerInputs::size]
+  NormWeight per_layer_output_norm;  // [hidden]
+  float scale = 1.f;                 // ModelConfig::layer_scale
 
   // Returns every linear layer, including empty ones: those that every token uses, and all.
   std::vector<const LinearWeight*> shared_linears() const;
@@ -108,7 +118,11 @@ struct LayerWeights {
 struct Weights {
   std::unique_ptr<PackedMatrix> embedding;  // [vocab, hidden]
   std::vector<LayerWeights> layers;
-  NormWeight final_norm;               // [hidden]
+  NormWeight final_norm;  // [hidden]
+  // For models with per-layer inputs:
+  std::unique_ptr<PackedMatrix> per_layer_embedding;  // [vocab, layers * PerLayerInputs::size]
+  LinearWeight per_layer_projection;                  // [layers * PerLayerInputs::size, hidden]
+  VectorWeight per_layer_norm;                        // [PerLayerInputs::size]
   std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null if tied to the embedding
   bool exact = false;                  // attention is also computed in FP32
   DeviceArray vectors;                 // storage of every VectorWeight
@@ -123,10 +137,14 @@ struct Weights {
 //   layers.{i}.{attention_norm, attention_output_norm, ffn_norm, ffn_output_norm, q_norm, k_norm,
 //   sinks}; the norms over hidden values may have a ".bias", as final_norm may,
 //   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias",
-//   layers.{i}.attention_gate if the model has it;
+//   layers.{i}.attention_gate if the model has it; k, k_norm and v only for a layer with K and V;
 // for a layer with latents, instead of q, k and v, where {h} is a head:
 //   layers.{i}.latent.{q_a, q_a_norm, q, kv_a, kv_a_norm} and the same with ".bias",
 //   layers.{i}.latent.k_b.{h} [rank, nope_dim], layers.{i}.latent.v_b.{h} [value_dim, rank];
+// for a model with per-layer inputs:
+//   per_layer_embedding, per_layer_projection, per_layer_norm,
+//   layers.{i}.{per_layer_gate, per_layer_up, per_layer_output_norm},
+// and layers.{i}.scale, one value, if the model has a factor of every layer;
 // for a recurrent layer:
 //   layers.{i}.recurrent.{o, convolution, convolution.bias}, and by its rule (RecurrentWeights)
 //   layers.{i}.recurrent.{q, k, v, z, b, a, in_gate, out_gate, decay, dt_bias, skip, norm};
@@ -135,7 +153,10 @@ struct Weights {
 //   layers.{i}.experts.{e}.{gate, up, down} and the same with ".bias"; gate_up, with the rows
 //   gate0, up0, gate1, ..., may replace gate and up,
 //   layers.{i}.latent_{down, up} if the routed experts have a latent size,
-//   layers.{i}.shared.{gate, up, down, router} if the model has a shared expert.
+//   layers.{i}.shared.{gate, up, down, router} if the model has a shared expert,
+// and for experts beside a dense feed-forward also gate, up and down, and
+//   layers.{i}.router.{norm, expert_scale},
+//   layers.{i}.{expert_norm, expert_output_norm, dense_output_norm}.
 // Routers are packed exactly: they are small, and a rounded logit would select other experts.
 class WeightsBuilder {
  public:

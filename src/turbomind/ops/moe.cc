@@ -114,7 +114,8 @@ void Route(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   device.Project({.norm = p.norm,
                   .keeps_normed = true,
-                  .linear = LinearOf(layer.router, p.x, p.scratch.logits, p.num_tokens)});
+                  .linear = LinearOf(layer.router, p.router_x != nullptr ? p.router_x : p.x,
+                                     p.scratch.logits, p.num_tokens)});
   device.AssignExperts(
       {.route = {.logits = p.scratch.logits,
                  .ids = p.scratch.ids,
@@ -125,6 +126,7 @@ void Route(Device& device, const MoeParams& p) {
                  .normalize = layer.normalize,
                  .sigmoid = layer.sigmoid,
                  .bias = layer.score_bias,
+                 .expert_scale = layer.expert_scale,
                  .num_groups = layer.num_groups,
                  .top_groups = layer.top_groups,
                  .best_of_group = layer.best_of_group},

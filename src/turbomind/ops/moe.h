@@ -32,8 +32,9 @@ struct MoeLayer {
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 
-  MatrixView router = {};             // [num_experts, hidden]
-  const float* score_bias = nullptr;  // [num_experts] or null: RouteExpertsParams::bias
+  MatrixView router = {};               // [num_experts, hidden]
+  const float* score_bias = nullptr;    // [num_experts] or null: RouteExpertsParams::bias
+  const float* expert_scale = nullptr;  // [num_experts] or null: RouteExpertsParams::expert_scale
   // Each [num_experts]: either gate and up, or gate_up, whose rows alternate between them. Without
   // both gate and gate_up, experts compute down(activation(up(x))), the shared one, too.
   std::vector<MatrixView> gate = {}, up = {};
@@ -73,11 +74,12 @@ struct MoeScratch {
 
 struct MoeParams {
   const MoeLayer* layer = nullptr;
-  NormParams norm = {};      // computes x first; `x` is null if there is none
-  const float* x = nullptr;  // [num_tokens, hidden]; with a norm, norm.out
-  float* out = nullptr;      // [num_tokens, hidden]
-  int num_tokens = 0;        // at most scratch.max_tokens
-  bool accumulate = true;    // add to out
+  NormParams norm = {};             // computes x first; `x` is null if there is none
+  const float* x = nullptr;         // [num_tokens, hidden]; with a norm, norm.out
+  const float* router_x = nullptr;  // [num_tokens, hidden], what the router reads; null: x
+  float* out = nullptr;             // [num_tokens, hidden]
+  int num_tokens = 0;               // at most scratch.max_tokens
+  bool accumulate = true;           // add to out
   MoeScratch scratch;
 };
 

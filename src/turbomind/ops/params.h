@@ -77,11 +77,16 @@ struct QueryScaling {
 // are not known yet. It is k_base after RoPE at the middle of the block, minus K's mean and rotated
 // as keys are, in int8.
 // It is stored with the first slot and subtracted from every key. It depends on the position alone.
+//
+// With `only_queries`, the layer has no K and V of its own: rows of qkv have only query heads, and
+// nothing is stored or counted.
 struct WriteKvParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
   const float* q_norm = nullptr;  // [head_dim] or null
   const float* k_norm = nullptr;  // [head_dim] or null
+  const float* v_norm = nullptr;  // [head_dim] or null. REQUIRES: DeviceCapability::has_shared_kv
+  bool only_queries = false;      // same
   float norm_eps = 1e-6f;
   const float* rope_cos = nullptr;  // [num_tokens, rope_dim / 2]; null: no RoPE
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
@@ -286,6 +291,10 @@ struct GatedActivationParams {
   bool gated = true;         // REQUIRES for false: not kClampedSwiglu, not interleaved
   // [num_rows] factors of gate and up, or null
   const float* row_scales = nullptr;
+  // If set, row i is multiplied with other + i * other_stride [dim]. REQUIRES: not `gated`, no
+  // row_scales, and DeviceCapability::has_shared_kv.
+  const float* other = nullptr;
+  int64_t other_stride = 0;
 };
 
 // Computes the argmax of each row; ties go to the lowest id. Writes -1 if the row contains NaN or
@@ -370,6 +379,8 @@ struct RouteExpertsParams {
   bool normalize = false;  // normalize a token's weights to a sum of 1
   bool sigmoid = false;
   const float* bias = nullptr;  // [num_experts] or null
+  // [num_experts] factors of the weights, or null. REQUIRES: DeviceCapability::has_shared_kv
+  const float* expert_scale = nullptr;
   // num_experts is a multiple of num_groups; 1 or at most kMaxExpertGroups. The selected groups
   // have at least top_k experts, and every group has at least two unless there is one.
   int num_groups = 1;

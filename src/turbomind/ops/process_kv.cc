@@ -19,7 +19,7 @@ void invokeProcessKV_v2(Device& device, const WriteKvParams& params) {
                                        params.rope_dim <= params.kv.head_dim),
         "rope_dim must be even and at most head_dim");
   const KvLayerView& written = params.window16.data != nullptr ? params.window16 : params.kv;
-  Check((params.k_base != nullptr) == written.HasKOffset(),
+  Check((params.k_base != nullptr) == (written.HasKOffset() && !params.only_queries),
         "k_base must be set exactly if the written pool has K offsets");
   Check(
       params.k_base == nullptr || ((params.block_cos != nullptr) == (params.rope_cos != nullptr) &&
@@ -27,7 +27,7 @@ void invokeProcessKV_v2(Device& device, const WriteKvParams& params) {
       "k_base needs the angles of blocks where there is RoPE");
   const bool window16 = params.window16.data != nullptr;
   const int32_t* tables = window16 ? params.batch.window16_tables : params.batch.block_tables;
-  for (int seq = 0; seq < params.batch.num_seqs; ++seq) {
+  for (int seq = 0; seq < (params.only_queries ? 0 : params.batch.num_seqs); ++seq) {
     const int end = params.batch.context_lens[seq];
     const int new_tokens = params.batch.cu_seqlens[seq + 1] - params.batch.cu_seqlens[seq];
     CheckBlocks(params.batch, tables, {seq, end - new_tokens, end}, params.kv.block_seq_len);

@@ -15,7 +15,7 @@ namespace {
 TEST_CASE("prefill and decode return the same bits, close to double precision") {
   testing::SanitizedSample sample(42);
   for (const FormatPair& pair : ListedPairs()) {
-    for (int dim : {64, 80, 96, 128, 256}) {
+    for (int dim : {64, 80, 96, 128, 256, 512}) {
       for (int group : {1, 3, 7, 9}) {
         for (int window : {0, 100, -90}) {
           if (!sample.Next()) {
@@ -53,6 +53,43 @@ TEST_CASE("every instruction set returns the same bits for attention") {
       for (const std::string& isa : AvailableCpuIsas()) {
         CHECK(SameBits(want, CheckCase(c, isa, Affine(pair))));
       }
+    }
+  }
+}
+
+TEST_CASE("every instruction set returns the same bits for heads of 512 values") {
+  for (const FormatPair& pair : ListedPairs()) {
+    Case c;
+    c.shape.k = pair.k;
+    c.shape.v = pair.v;
+    c.shape.head_dim = 512;
+    c.shape.kv_heads = 1;
+    c.window = pair.k == pair.v ? 70 : 0;
+    CheckEveryIsa(c);
+  }
+}
+
+// Sums of 512 products with codes of 255 need more than 32 bits, unless queries have fewer.
+TEST_CASE("scores of wide heads with the largest codes do not overflow") {
+  Case c;
+  c.shape.k = c.shape.v = KvCacheMode::kInt8;
+  c.shape.head_dim = 512;
+  c.exact = false;
+  Caches caches(c);
+  Inputs in = MakeInputs(c);
+  std::fill(in.q.begin(), in.q.end(), 1.f);
+  for (int token = 0; token < c.shape.context; ++token) {
+    std::vector<float> row(512, token % 2 == 0 ? 1.f : 0.5f);
+    row[0] = 0.f;
+    for (int head = 0; head < c.shape.kv_heads; ++head) {
+      caches.quantized.Write(KvSide::kK, head, token, row.data());
+    }
+  }
+  ThreadPool pool(1);
+  for (const std::string& isa : AvailableCpuIsas()) {
+    for (int chunk : {1, 64}) {
+      CHECK(ErrorOf(c, caches, in, RunChunks(CpuKvKernelsFor(isa), pool, c, caches, in, chunk)) <
+            kMaxErrorRounded);
     }
   }
 }

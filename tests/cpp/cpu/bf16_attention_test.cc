@@ -123,7 +123,7 @@ TEST_CASE("attention in BF16 is correct for other head sizes and several splits"
   if (!HasAmx()) {
     return;
   }
-  for (int dim : {16, 32, 48, 192, 256}) {
+  for (int dim : {16, 32, 48, 192, 256, 512}) {
     Case c = MakeCase({KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv}, dim, 2);
     c.shape.kv_heads = 1;
     CheckBf16(c);

@@ -83,7 +83,7 @@ TEST_CASE("Q and K are rotated after the mean is subtracted from K, and V is unc
 }
 
 TEST_CASE("the rotation preserves q · k and returns the same bits on every instruction set") {
-  for (int dim : {64, 80, 96, 128, 256}) {
+  for (int dim : {64, 80, 96, 128, 256, 512}) {
     const CacheShape shape = Shape(KvCacheMode::kNone, dim, 16, 16);
     std::vector<float> first;
     for (const std::string& isa : AvailableCpuIsas()) {

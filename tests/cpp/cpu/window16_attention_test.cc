@@ -17,7 +17,7 @@ TEST_CASE(
     "with a 16-bit window, prefill and decode return the same bits, close to double precision") {
   testing::SanitizedSample sample(9);
   for (const FormatPair& pair : ListedPairs()) {
-    for (int dim : {64, 80, 96, 128, 256}) {
+    for (int dim : {64, 80, 96, 128, 256, 512}) {
       for (int block : {16, 32, 64, 128}) {
         if (!sample.Next()) {
           continue;

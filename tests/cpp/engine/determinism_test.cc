@@ -209,7 +209,8 @@ TEST_CASE("models of every structure give the same bits however they are run") {
   testing::SanitizedSample sample(3);
   for (const ModelConfig& model :
        {testing::TinyGemma(), testing::TinyParallel(), testing::TinySigmoidMoe(),
-        testing::TinyHybrid(), testing::TinyBranches(), testing::TinyConvolutions()}) {
+        testing::TinyHybrid(), testing::TinyBranches(), testing::TinyConvolutions(),
+        testing::TinyGemma4()}) {
     for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
       if (!sample.Next()) {
         continue;

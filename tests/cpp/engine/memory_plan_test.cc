@@ -280,7 +280,9 @@ TEST_CASE("an unsupported head_dim is rejected before weights are loaded") {
   ModelConfig model = Model();
   const EngineConfig config = Config(KvCacheMode::kNone);
   CHECK_NOTHROW(RequireKernels(model, config, *device));
-  for (const int head_dim : {272, 1024}) {
+  model.head_dim = 512;
+  CHECK_NOTHROW(RequireKernels(model, config, *device));
+  for (const int head_dim : {520, 528, 1024}) {
     model.head_dim = head_dim;
     CHECK_THROWS_AS(RequireKernels(model, config, *device), InvalidArgument);
   }
@@ -311,6 +313,76 @@ TEST_CASE("a device without attention over latents refuses them by name") {
   model.num_layers = 2;
   model.windows.assign(2, 0);
   CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains("heads in all layers"), InvalidArgument);
+}
+
+// Returns a model like Gemma 4 E2B cut to 15 layers: every fifth has full attention and heads of
+// 512 values, and with `shared` the last ten read the K and V of layers 3 and 4.
+ModelConfig SharedModel(bool shared) {
+  ModelConfig model = Model(std::vector<int>(15, 512));
+  model.num_heads = 8;
+  model.num_kv_heads = 1;
+  model.head_dim = 256;
+  model.layer_sizes.head_dims.assign(15, 256);
+  model.layer_sizes.kv_heads.assign(15, 1);
+  for (int i = 0; i < 15; ++i) {
+    const bool is_full = i % 5 == 4;
+    model.windows[static_cast<size_t>(i)] = is_full ? 0 : 512;
+    model.layer_sizes.head_dims[static_cast<size_t>(i)] = is_full ? 512 : 256;
+    model.layer_sizes.kv_sources.push_back(!shared || i < 5 ? i : is_full ? 4 : 3);
+  }
+  return model;
+}
+
+TEST_CASE("layers that read the K and V of others take no bytes") {
+  for (const PrecisionWindowTokens window16 : {PrecisionWindowTokens{}, {64, 64}}) {
+    const EngineConfig config = Config(KvCacheMode::kFp4Nv, window16);
+    ModelConfig five = SharedModel(false);
+    five.num_layers = 5;
+    five.windows.resize(5);
+    five.layer_sizes.head_dims.resize(5);
+    five.layer_sizes.kv_heads.resize(5);
+    five.layer_sizes.kv_sources.clear();
+    const ModelConfig shared = SharedModel(true);
+    const int64_t bytes = SequenceBytes(five, config, 8192);
+    CHECK(SequenceBytes(shared, config, 8192) == bytes);
+    CHECK(SequenceBytes(SharedModel(false), config, 8192) == 3 * bytes);
+    const MemoryPlan plan = PlanMemory(shared, config, kFreeBytes, kCpu);
+    CHECK(plan.bytes_per_token == PlanMemory(five, config, kFreeBytes, kCpu).bytes_per_token);
+    CHECK(plan.session_bytes == bytes);
+    // The cache reserves what the plan says.
+    const auto device = MakeCpuDevice(1);
+    const KvCache cache(*device, CacheConfig(shared, config),
+                        PlanBlocks(shared, config, kFreeBytes, kCpu));
+    CHECK(cache.reserved_bytes() == plan.reserved_bytes);
+    CHECK(cache.GroupOf(14) < 0);
+    CHECK(cache.GroupOf(4) == 0);
+  }
+  // One row of a layer with full attention and four with windows, in 16 bits.
+  const MemoryPlan none =
+      PlanMemory(SharedModel(true), Config(KvCacheMode::kNone), kFreeBytes, kCpu);
+  CHECK(none.bytes_per_token == 2 * 2 * (512 + 4 * 256));
+}
+
+TEST_CASE("a device without the ops of shared K and V refuses the model by name") {
+  const testing::NullDevice null;
+  CHECK_THROWS_WITH_AS(RequireKernels(SharedModel(true), Config(KvCacheMode::kNone), null),
+                       doctest::Contains("Layers that share K and V"), InvalidArgument);
+}
+
+TEST_CASE("sources of K and V must be earlier layers with the same heads and window") {
+  const auto refuses = [](std::vector<int> sources, const char* message) {
+    ModelConfig model = SharedModel(true);
+    sources.resize(15, 0);
+    for (int i = 5; i < 15; ++i) {
+      sources[static_cast<size_t>(i)] = i;
+    }
+    model.layer_sizes.kv_sources = std::move(sources);
+    CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains(message), InvalidArgument);
+  };
+  refuses({1, 1, 2, 3, 4}, "It must be an earlier layer");
+  refuses({0, 0, 1, 3, 4}, "that layer K and V of its own");
+  refuses({0, 1, 2, 3, 0}, "the same window and the same KV heads");
+  refuses({0, -1, 2, 3, 4}, "It must be an earlier layer");
 }
 
 // Returns a model of which three of four layers are recurrent, with states of almost 2 MB.

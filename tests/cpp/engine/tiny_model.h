@@ -154,6 +154,35 @@ inline ModelConfig TinyConvolutions() {
   return config;
 }
 
+// Returns a config like that of Gemma 4: layers 3 and 4 read the K and V of layers 2 and 1, and
+// layers with full attention have other heads. Every layer has inputs of its own and a factor, and
+// two have experts beside a dense feed-forward.
+inline ModelConfig TinyGemma4() {
+  ModelConfig config = TinyConfig();
+  config.num_layers = 5;
+  config.windows = {40, 0, 40, 40, 0};
+  config.layer_sizes = {.head_dims = {64, 128, 64, 64, 128},
+                        .kv_heads = {2, 1, 2, 2, 1},
+                        .intermediate_sizes = {96, 96, 96, 192, 192},
+                        .kv_sources = {0, 1, 2, 2, 1}};
+  config.norm.outputs = true;
+  config.norm.v_unit = true;
+  config.softmax_scale = 0.125f;
+  config.logit_cap = 2.f;
+  config.activation = Activation::kGeluTanh;
+  config.ropes.push_back(config.ropes[0]);
+  config.ropes[1].dim = 128;
+  config.layer_ropes = {0, 1, 0, 0, 1};
+  config.per_layer.size = 32;
+  config.layer_scale = true;
+  config.moe = {.num_experts = 6,
+                .top_k = 2,
+                .intermediate_size = 32,
+                .beside_dense = true,
+                .layers = {1, 0, 0, 0, 1}};
+  return config;
+}
+
 class RandomValues {
  public:
   explicit RandomValues(uint32_t seed) : generator_(seed) {}
@@ -213,13 +242,20 @@ class TinyBuilder {
         AddRecurrent(prefix + "recurrent.");
       }
       if (config_.HasAttention(i)) {
-        AddAttention(prefix);
+        AddAttention(prefix, i);
       }
       if (config_.moe.HasExperts(i)) {
         AddExperts(prefix);
-      } else if (config_.HasFeedForward(i)) {
-        AddFeedForward(prefix, config_.intermediate_size);
       }
+      if (config_.HasDenseFeedForward(i)) {
+        AddFeedForward(prefix, config_.IntermediateSize(i));
+      }
+      if (config_.layer_scale) {
+        AddVector(prefix + "scale", 1, 0.5f, 1.5f);
+      }
+    }
+    if (config_.per_layer.exist()) {
+      AddPerLayerInputs();
     }
     return builder_.Build();
   }
@@ -289,25 +325,42 @@ class TinyBuilder {
     }
   }
 
-  void AddAttention(const std::string& prefix) {
+  void AddPerLayerInputs() {
+    const int64_t size = config_.per_layer.size;
+    const int64_t width = size * config_.num_layers;
+    AddMatrix("per_layer_embedding", config_.vocab_size, width, 1.f);
+    AddMatrix("per_layer_projection", width, config_.hidden_size, 0.3f);
+    AddVector("per_layer_norm", size, 0.5f, 1.5f);
+    for (int i = 0; i < config_.num_layers; ++i) {
+      const std::string prefix = "layers." + std::to_string(i) + ".per_layer_";
+      AddMatrix(prefix + "gate", size, config_.hidden_size, 0.3f);
+      AddMatrix(prefix + "up", config_.hidden_size, size, 0.3f);
+      AddVector(prefix + "output_norm", config_.hidden_size, 0.5f, 1.5f);
+    }
+  }
+
+  void AddAttention(const std::string& prefix, int layer) {
     const int64_t hidden = config_.hidden_size;
-    const int64_t q = int64_t{config_.num_heads} * config_.head_dim;
-    const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
+    const int64_t q = config_.QSize(layer);
+    const int64_t kv = config_.KvSize(layer);
+    const int64_t head_dim = config_.HeadDim(layer);
     const NormConfig& norm = config_.norm;
     if (config_.attention_gate) {
       AddMatrix(prefix + "attention_gate", q, hidden, 0.3f);
     }
     if (norm.qk_all_heads || norm.qk_after_rope) {
-      AddVector(prefix + "q_norm", norm.qk_all_heads ? q : config_.head_dim, 0.5f, 1.5f);
-      AddVector(prefix + "k_norm", norm.qk_all_heads ? kv : config_.head_dim, 0.5f, 1.5f);
+      AddVector(prefix + "q_norm", norm.qk_all_heads ? q : head_dim, 0.5f, 1.5f);
+      AddVector(prefix + "k_norm", norm.qk_all_heads ? kv : head_dim, 0.5f, 1.5f);
     }
     if (norm.centered) {
       AddVector(prefix + "attention_norm.bias", hidden, -0.5f, 0.5f);
     }
     AddMatrix(prefix + "q", q, hidden, 0.3f);
-    AddMatrix(prefix + "k", kv, hidden, 0.3f);
-    AddMatrix(prefix + "v", kv, hidden, 0.3f);
-    AddVector(prefix + "v.bias", kv, -0.1f, 0.1f);
+    if (config_.OwnsKv(layer)) {
+      AddMatrix(prefix + "k", kv, hidden, 0.3f);
+      AddMatrix(prefix + "v", kv, hidden, 0.3f);
+      AddVector(prefix + "v.bias", kv, -0.1f, 0.1f);
+    }
     AddMatrix(prefix + "o", hidden, q, OutputRange());
     if (is_gpt_oss() && options_.sinks) {
       // Sinks have a generator of their own, so that the other weights are the same without them.
@@ -328,6 +381,13 @@ class TinyBuilder {
   void AddExperts(const std::string& prefix) {
     const MoeConfig& moe = config_.moe;
     const int64_t hidden = config_.hidden_size;
+    if (moe.beside_dense) {
+      AddVector(prefix + "router.expert_scale", moe.num_experts, 0.5f, 1.5f);
+      for (const char* name :
+           {"router.norm", "expert_norm", "expert_output_norm", "dense_output_norm"}) {
+        AddVector(prefix + name, hidden, 0.5f, 1.5f);
+      }
+    }
     AddMatrix(prefix + "router", moe.num_experts, hidden, 1.f);
     for (int e = 0; e < moe.num_experts; ++e) {
       const std::string expert = prefix + "experts." + std::to_string(e) + ".";

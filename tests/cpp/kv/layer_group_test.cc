@@ -38,6 +38,25 @@ TEST_CASE("layers without attention are in no group, and one layer needs attenti
   CHECK_THROWS_AS(MakeLayerGroups(Config({kNoAttention, kNoAttention})), InvalidArgument);
 }
 
+TEST_CASE(
+    "layers with other heads form groups, and layers without K and V of their own form none") {
+  KvCacheConfig config = Config({40, 0, 40, 40, 0, 0});
+  config.layer_head_dims = {32, 64, 32, 32, 64, 64};
+  config.layer_kv_heads = {2, 1, 2, 2, 1, 2};
+  config.kv_sources = {0, 1, 2, 2, 1, 5};
+  const std::vector<LayerGroup> groups = MakeLayerGroups(config);
+  REQUIRE(groups.size() == 3);
+  CHECK(groups[0].layers == std::vector<int>{1});
+  CHECK(groups[0].num_readers == 2);
+  CHECK(groups[0].layout.config().head_dim == 64);
+  CHECK(groups[0].layout.config().kv_heads == 1);
+  CHECK(groups[1].layers == std::vector<int>{5});
+  CHECK(groups[1].num_readers == 1);
+  CHECK(groups[1].bytes_per_block() == 2 * groups[0].bytes_per_block());
+  CHECK(groups[2].layers == std::vector<int>{0, 2});
+  CHECK(groups[2].num_readers == 3);
+}
+
 TEST_CASE("layers with chunks follow those with full attention and with windows") {
   const std::vector<LayerGroup> groups = MakeLayerGroups(Config({-40, 0, 40, -8, -40}));
   REQUIRE(groups.size() == 4);

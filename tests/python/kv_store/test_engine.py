@@ -22,6 +22,7 @@ from lmdeploy.serve.metrics import ServerMetrics
 
 NUM_TOKENS = 400
 WINDOWED = next(tiny for tiny in TINY_MODELS if tiny.config_values().get("sliding_window"))
+SHARED_KV = next(tiny for tiny in FAMILY_MODELS if tiny.name == "gemma4")
 RECURRENT = next(tiny for tiny in FAMILY_MODELS if tiny.name == "qwen3-5")
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"quant_policy": 0},
@@ -37,7 +38,7 @@ def prompt(seed: int = 1) -> list[int]:
 
 @pytest.fixture(
     scope="module",
-    params=[TINY_MODELS[0], WINDOWED, RECURRENT, LATENTS],
+    params=[TINY_MODELS[0], WINDOWED, RECURRENT, LATENTS, SHARED_KV],
     ids=lambda tiny: tiny.name,
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:

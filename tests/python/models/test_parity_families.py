@@ -111,6 +111,22 @@ _MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms without weights": ("llama4", {"use_qk_norm": False}),
     "LayerNorm": ("cohere", {"layer_norm_eps": 1e-2}),
     "windows": ("cohere2", {"sliding_window": 25}),
+    "cap of Gemma 4": ("gemma4", {"final_logit_softcapping": None}),
+    "window of Gemma 4": ("gemma4", {"sliding_window": 25}),
+    "turned pairs": (
+        "gemma4",
+        {
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1e6,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "chosen experts": ("gemma4-experts", {"top_k_experts": 1}),
 }
 
 
@@ -155,6 +171,15 @@ _TENSOR_MISTAKES = {
     "convolution alone": ("lfm2", "conv.conv.weight", ""),
     "experts of LFM2": ("lfm2-moe", "expert_bias", ""),
     "second mixer of a layer": ("falcon-h1", "mamba.out_proj", ""),
+    "source of shared K": ("gemma4", "layers.2.self_attn.k_proj", "layers.0.self_attn.k_proj"),
+    "source of wide shared V": ("gemma4", "layers.3.self_attn.v_proj", "layers.1.self_attn.v_proj"),
+    "factors of layers": ("gemma4", "layers.1.layer_scalar", "layers.4.layer_scalar"),
+    "per-layer table": ("gemma4", "embed_tokens_per_layer", ""),
+    "per-layer projection": ("gemma4", "per_layer_projection_norm", ""),
+    "per-layer gate": ("gemma4", "layers.5.per_layer_input_gate", "layers.4.per_layer_input_gate"),
+    "norm of a router": ("gemma4-experts", "router.scale", ""),
+    "factors of experts": ("gemma4-experts", "per_expert_scale", ""),
+    "norms beside experts": ("gemma4-experts", "layernorm_1", "layernorm_2"),
 }
 
 
@@ -182,6 +207,8 @@ def test_a_planted_mistake_in_a_tensor_is_detected(mistake: str, tmp_path: Path)
     [
         ("cohere", {"use_qk_norm": True}),
         ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma4", {"use_bidirectional_attention": "all"}),
+        ("gemma4", {"vocab_size_per_layer_input": 200}),
         ("ernie4-5-moe", {"use_bias": True}),
         ("granite-4-h", {"hidden_act": "gelu"}),
         ("nemotron-h", {"mlp_hidden_act": "silu"}),
@@ -209,6 +236,19 @@ def test_a_config_key_that_is_not_built_is_refused(
         ("llama4", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size is '0'"),
         ("llama4", {"floor_scale": 0}, "floor_scale is '0'"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "No earlier layer has the K and V"),
+        ("gemma4", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is '7'"),
+        ("gemma4", {"per_layer_config": {"6": {"head_dim": 64}}}, "'6' is not a layer"),
+        ("gemma4", {"per_layer_config": {"1": {"hidden_size": 4}}}, "has 'hidden_size'"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 40}}}, "head_dim is 40"),
+        ("gemma4", {"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "must divide the 8"),
+        (
+            "gemma4",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 9.0}}},
+            "rope_type is 'yarn'",
+        ),
+        ("gemma4", {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "has no sliding_"),
+        ("gemma4-experts", {"top_k_experts": 7}, "uses 7 experts"),
         ("granite-4-h", {"layer_types": ["mamba"] * 3}, "layer_types has 3 entries"),
         ("granite-4-h", {"layer_types": ["mamba"] * 4}, "no layer with attention"),
         ("granite-4-h", {"mamba_n_groups": 3}, "is 8. It must be a multiple of"),
@@ -360,7 +400,17 @@ class _StoredRows(DynamicCache):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "name",
-    ["gemma2", "gemma3", "smollm3", "glm4-moe", "olmo2", "exaone4", "ministral3", "llama4"],
+    [
+        "gemma2",
+        "gemma3",
+        "gemma4-dim512",
+        "smollm3",
+        "glm4-moe",
+        "olmo2",
+        "exaone4",
+        "ministral3",
+        "llama4",
+    ],
 )
 def test_every_kv_format_equals_the_reference(name: str, mode: str, tmp_path: Path) -> None:
     # Rotation of K works with partial RoPE and without RoPE, and windows alternate by layer.
@@ -392,6 +442,7 @@ def test_the_tolerance_of_stored_values_detects_another_format(tmp_path: Path) -
     ("name", "architecture", "model_type"),
     [
         ("gemma3", "Gemma3ForConditionalGeneration", "gemma3"),
+        ("gemma4", "Gemma4ForConditionalGeneration", "gemma4"),
         ("llama4", "Llama4ForConditionalGeneration", "llama4"),
         ("ministral3", "Mistral3ForConditionalGeneration", "mistral3"),
     ],
@@ -408,6 +459,9 @@ def test_a_model_with_pictures_loads_its_text_part(
     path = folder / "model.safetensors"
     tensors = {f"language_model.{key}": value for key, value in load_file(path).items()}
     tensors["vision_tower.encoder.weight"] = np.zeros((4, 4), np.float32)
+    if name == "gemma4":
+        tensors["audio_tower.layers.0.weight"] = np.zeros((4, 4), np.float32)
+        tensors["embed_audio.embedding_projection.weight"] = np.zeros((4, 4), np.float32)
     save_file(tensors, path, metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     outer = {
@@ -432,7 +486,7 @@ def test_names_without_model_have_the_same_scores(tmp_path: Path) -> None:
     assert _error(folder, reference_logits(model, ids), ids) <= MAX_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "llama4-top2-no-norm"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "llama4-top2-no-norm"])
 def test_prefix_hits_preserve_the_answer(name: str, tmp_path: Path) -> None:
     # Several ropes, and chunks that do and do not begin at the edges of blocks.
     folder = save_model(make_model(_by_name(name)), tmp_path)

@@ -13,7 +13,7 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not ins
 
 # llama.cpp reads GELU from a table with 16-bit inputs and values. Measured: 1.8e-4 to 2.3e-3.
 _MAX_GELU_ERROR = 5e-3
-_GELU = {"gemma2", "gemma3", "starcoder2"}
+_GELU = {"gemma2", "gemma3", "gemma4", "gemma4-experts", "gemma4-k-is-v", "starcoder2"}
 # llama.cpp decides by the number of layers whether an EXAONE 4 has windows.
 _OTHER_STRUCTURE = {"exaone4"}
 _F32 = 0  # as ggml_type

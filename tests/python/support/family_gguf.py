@@ -433,6 +433,52 @@ LATENT_MODELS = (
     GgufModel(V3, "deepseek2", LATENT_KEYS[V3.name]),
 )
 GGUF_MODELS += LATENT_MODELS
+_GEMMA4 = {
+    **_WINDOW,
+    "attention.sliding_window_pattern": [True, False] * 3,
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.key_length_swa": 32,
+    "attention.value_length_swa": 32,
+    "rope.dimension_count": 64,
+    "rope.dimension_count_swa": 32,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_SHARED = {
+    **_GEMMA4,
+    "attention.shared_kv_layers": 2,
+    "feed_forward_length": [160] * 4 + [320] * 2,
+    "embedding_length_per_layer_input": 32,
+}
+GGUF_MODELS += (
+    GgufModel(_FAMILIES["gemma4"], "gemma4", _GEMMA4_SHARED),
+    GgufModel(
+        _FAMILIES["gemma4-k-is-v"],
+        "gemma4",
+        {
+            **_GEMMA4,
+            "attention.head_count_kv": [2, 1] * 3,
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+        },
+    ),
+    GgufModel(
+        _FAMILIES["gemma4-experts"],
+        "gemma4",
+        {**_GEMMA4_SHARED, **_EXPERT_KEYS, "expert_feed_forward_length": 48},
+    ),
+)
+# Names of Gemma 4 that the package does not know, or that the parts of a tensor share.
+_GEMMA4_NAMES = {
+    "layer_scalar": ("layer_output_scale.weight",),
+    "router.scale": ("ffn_gate_inp.scale",),
+    "router.per_expert_scale": ("ffn_down_exps.scale",),
+    "router.proj.weight": ("ffn_gate_inp.weight",),
+    "experts.gate_up_proj": ("ffn_gate_up_exps.weight",),
+    "experts.down_proj": ("ffn_down_exps.weight",),
+}
 
 
 def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
@@ -440,6 +486,7 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     import gguf
 
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's heads differ by layer
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == made.arch)
     writer = gguf.GGUFWriter(path, made.arch)
     layers = config.num_hidden_layers
@@ -477,6 +524,8 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
     if "longrope" in made.tiny.name:
         writer.add_tensor("rope_factors_short.weight", np.array(_SHORT, np.float32))
         writer.add_tensor("rope_factors_long.weight", np.array(_LONG, np.float32))
+    if made.arch == "gemma4":  # a quarter of the pairs of full attention turns
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
     if made.unused_layers:
         writer.add_uint32(f"{made.arch}.nextn_predict_layers", made.unused_layers)
         writer.add_tensor(
@@ -489,7 +538,7 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
         if made.arch == "falcon-h1":
             values = with_falcon_factors(name, values, config)
         is_dense = getattr(config, "num_local_experts", 1) == 0
-        if parts := _parts(name, {**_EXPERT_NAMES, **(_DENSE_NAMES if is_dense else {})}):
+        if parts := _parts(name, _part_names(made.arch, is_dense=is_dense)):
             if made.arch == "llama4" and values.ndim == 3:  # [experts, inputs, outputs]
                 values = values.swapaxes(-1, -2)
             for stored, part in zip(parts, _split(values, len(parts)), strict=True):
@@ -514,6 +563,13 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
         num_heads = heads.get(name.split(".")[-2], 0) if made.permuted else 0
         writer.add_tensor(stored, interleave(values, num_heads) if num_heads else values)
     finish_gguf(writer)
+
+
+def _part_names(arch: str, *, is_dense: bool) -> dict[str, tuple[str, ...]]:
+    """Return the names of parts that the gguf package does not know."""
+    if arch == "gemma4":
+        return _GEMMA4_NAMES
+    return {**_EXPERT_NAMES, **(_DENSE_NAMES if is_dense else {})}
 
 
 def _parts(name: str, names: dict[str, tuple[str, ...]]) -> list[str]:

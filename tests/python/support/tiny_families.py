@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiny_models import TinyModel
+from tiny_models import VOCAB_SIZE, TinyModel
 
 _LONGROPE = {
     "rope_type": "longrope",
@@ -142,6 +142,67 @@ _LLAMA4 = {
     "pad_token_id": 0,
 }
 
+# Every structure of Gemma 4: layers 4 and 5 read K and V of layers 2 and 3.
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_MODELS = (
+    TinyModel("gemma4", "Gemma4", _GEMMA4, config="Gemma4Text"),
+    TinyModel(
+        "gemma4-k-is-v",
+        "Gemma4",
+        {**_GEMMA4, **_K_IS_V, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        config="Gemma4Text",
+    ),
+    TinyModel(
+        "gemma4-experts",
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+        config="Gemma4Text",
+    ),
+    TinyModel(
+        "gemma4-dim512",
+        "Gemma4",
+        {
+            **_GEMMA4,
+            **_K_IS_V,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_attention_heads": 4,
+        },
+        config="Gemma4Text",
+    ),
+)
+
 FAMILY_MODELS = (
     TinyModel(
         "gemma2",
@@ -149,6 +210,7 @@ FAMILY_MODELS = (
         {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
     TinyModel("gemma3", "Gemma3", {**_GEMMA, "rope_parameters": _BY_TYPE}, config="Gemma3Text"),
+    *GEMMA4_MODELS,
     TinyModel(
         "smollm3",
         "SmolLM3",

@@ -55,12 +55,14 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
         biases = [
             (name, buffer)
             for name, buffer in model.named_buffers()
-            if name.endswith(("e_score_correction_bias", "expert_bias"))
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
         ]
         for name, tensor in [*model.named_parameters(), *biases]:
             noise = torch.randn(tensor.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith(("layer_scalar", "router.scale", "expert_scale")):
                 tensor.copy_(1.0 + 0.2 * noise)
+                if tiny.architecture == "Gemma4" and "q_norm" in name:
+                    tensor *= tensor.numel() ** -0.5  # its softmax has no scale of its own
             elif name.endswith("bias"):
                 tensor.copy_(0.5 * noise)
             elif name.endswith("sinks"):

@@ -230,6 +230,16 @@ void CpuSigmoidGate(const CpuDenseKernels& kernels, ThreadPool& pool,
             [&](int64_t begin, int64_t end) { kernels.sigmoid_gate(params, begin, end); });
 }
 
+namespace {
+
+void ScaleWeights(const RouteExpertsParams& params, int64_t token) {
+  for (int64_t i = token * params.top_k; i < (token + 1) * params.top_k; ++i) {
+    params.weights[i] *= params.expert_scale != nullptr ? params.expert_scale[params.ids[i]] : 1.f;
+  }
+}
+
+}  // namespace
+
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
   Check(params.num_experts <= kMaxExperts, "a layer must have at most 1024 experts");
   const bool by_scores = params.sigmoid || params.bias != nullptr || params.num_groups > 1;
@@ -237,6 +247,7 @@ void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
           [&](int begin, int end) {
             for (int64_t t = begin; t < end; ++t) {
               (by_scores ? RouteByScores : RouteToken)(params, t);
+              ScaleWeights(params, t);
             }
           });
 }

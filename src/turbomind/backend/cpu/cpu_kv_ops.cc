@@ -139,7 +139,7 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     const RowFormat from = {window16.format[s], dim, window16.dtype, 1.f, false};
     const RowFormat to = {kv.format[s], dim, kv.dtype, GlobalScale(kv, side, head),
                           params.search_scales};
-    float base[kMaxRowDim];
+    float base[kMaxHeadDim];
     const bool has_base = side == KvSide::kK && window16.HasKOffset();
     if (has_base) {
       DecodeKOffset(window16, pending.window16, head, base);
@@ -152,10 +152,10 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
       }
     };
     const bool has_offset = side == KvSide::kK && kv.HasKOffset();
-    float row[kMaxRowDim];
-    float offset[kMaxRowDim] = {};
+    float row[kMaxHeadDim];
+    float offset[kMaxHeadDim] = {};
     if (has_offset) {
-      float run[kMaxRowDim];
+      float run[kMaxHeadDim];
       for (int slot = 0; slot < kv.block_seq_len; ++slot) {
         read(slot, row);
         AddToKOffset(row, slot, dim, kv.dtype, run, offset);
@@ -189,7 +189,7 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
     const int context = batch.context_lens[seq];
     float* out = (side == KvSide::kK ? params.k : params.v) +
                  item / 2 * static_cast<int64_t>(params.max_len) * dim;
-    float offset[kMaxRowDim] = {};
+    float offset[kMaxHeadDim] = {};
     for (int t = 0; t < context; ++t, out += dim) {
       const int index = t / params.kv.block_seq_len;
       const bool is_in_window16 =

@@ -18,8 +18,7 @@
 namespace turbomind {
 
 inline constexpr int kStateHeader = 2;
-inline constexpr int kMaxHeadDim = 256;  // of attention over heads
-inline constexpr int kMaxRowDim = kMaxLatentDim;
+static_assert(kMaxLatentDim <= kMaxHeadDim);  // buffers of rows hold latents, too
 // Usual maximum number of query rows (new tokens × heads of a group) of one prefill item.
 inline constexpr int kPrefillRows = 96;
 

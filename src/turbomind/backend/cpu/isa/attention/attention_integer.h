@@ -91,6 +91,12 @@ struct RoundedQuery {
   float sum;    // Σ of the rounded values
 };
 
+// Returns the largest code of a rounded query. A score sums all dimensions in 32 bits, and codes of
+// int8 keys reach 255: 32767 * 255 * 256 < 2^31. More dimensions have half the range.
+constexpr float QueryLimit(Stored s, int head_dim) {
+  return BitsOf(s) == 8 && head_dim > 256 ? 16383.f : kInt16Max;
+}
+
 // Rounds q[head_dim] to pairs[head_dim / 2].
 template <Stored S>
 TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
@@ -103,7 +109,8 @@ TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
   }
   const bool finite = Count(Less(largest_bits, Set1Int(0x7f800000))) == kLanes;
   const float largest = ReduceMax(magnitude);
-  const F32x16 inverse = Set1(finite && largest >= kMinLargest ? kInt16Max / largest : 0.f);
+  const float limit = QueryLimit(S, head_dim);
+  const F32x16 inverse = Set1(finite && largest >= kMinLargest ? limit / largest : 0.f);
   I32x16 sum = Set1Int(0);
   for (int d = 0; d < head_dim; d += kLanes) {
     const I32x16 codes = finite ? ToInt(Mul(Load(q + d), inverse)) : Set1Int(0);
@@ -119,7 +126,7 @@ TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
     }
   }
   const float total = ReduceAdd(ToFloat(sum));
-  return {finite ? largest / kInt16Max * CodeUnit(S) : __builtin_nanf(""), total};
+  return {finite ? largest / limit * CodeUnit(S) : __builtin_nanf(""), total};
 }
 
 // Returns the scores of 16 tokens from the sums over the codes of all dimensions. `meta` comes from

@@ -91,6 +91,7 @@ template <class Fn>
 TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   const int64_t dim = params.dim;
   const float* in = params.gate_up + (params.gated ? 2 : 1) * row * dim;
+  const float* other = params.other != nullptr ? params.other + row * params.other_stride : nullptr;
   float* out = params.out + row * dim;
   const float scale = params.row_scales != nullptr ? params.row_scales[row] : 1.f;
   const auto scaled = [&](F32x16 gate, F32x16 up) {
@@ -105,7 +106,7 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
       x = ReadPairs(in + 2 * i);
     } else {
       x.gate = Load(in + i);
-      x.up = params.gated ? Load(in + dim + i) : x.up;
+      x.up = params.gated ? Load(in + dim + i) : other != nullptr ? Load(other + i) : x.up;
     }
     Store(out + i, scaled(x.gate, x.up));
   }
@@ -117,7 +118,7 @@ TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   float up[kLanes] = {};
   for (int k = 0; k < rest; ++k) {
     gate[k] = params.interleaved ? in[2 * (i + k)] : in[i + k];
-    up[k] = 1.f;
+    up[k] = other != nullptr ? other[i + k] : 1.f;
     if (params.gated) {
       up[k] = params.interleaved ? in[2 * (i + k) + 1] : in[dim + i + k];
     }

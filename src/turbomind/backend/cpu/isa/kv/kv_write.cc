@@ -138,7 +138,8 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
   const int64_t angles = static_cast<int64_t>(args.token) * (p.rope_dim / 2);
   TokenRows t;
   t.params = &p;
-  t.rows = p.qkv + static_cast<int64_t>(args.token) * (p.q_heads + 2 * kv_heads) * p.kv.head_dim;
+  const int row_heads = p.q_heads + (p.only_queries ? 0 : 2 * kv_heads);
+  t.rows = p.qkv + static_cast<int64_t>(args.token) * row_heads * p.kv.head_dim;
   t.cos = p.rope_cos != nullptr ? p.rope_cos + angles : nullptr;
   t.sin = p.rope_sin != nullptr ? p.rope_sin + angles : nullptr;
   const int n = p.kv.head_dim;
@@ -157,6 +158,9 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
       HadamardRow(q, n, RotationSize(n));
     }
   }
+  if (p.only_queries) {
+    return {};
+  }
   float* k = PrepareHead(t, p.q_heads + args.head, p.k_norm, true);
   if (mean != nullptr) {
     SubtractRow(k, mean, n);
@@ -167,7 +171,7 @@ RowCounts WriteHead(const WriteHeadArgs& args) {
   if (p.k_base != nullptr) {
     SubtractOffset(args, t, k);
   }
-  const float* v = PrepareHead(t, p.q_heads + kv_heads + args.head, nullptr, false);
+  const float* v = PrepareHead(t, p.q_heads + kv_heads + args.head, p.v_norm, false);
   const RowCounts of_k = WriteRow(args, KvSide::kK, k);
   const RowCounts of_v = WriteRow(args, KvSide::kV, v);
   return {of_k.nonfinite + of_v.nonfinite, of_k.clipped + of_v.clipped};
