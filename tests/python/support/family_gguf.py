@@ -521,11 +521,8 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
         }
         add[type(value)](f"{made.arch}.{key}", value)
     write_tokenizer(writer)
-    if "longrope" in made.tiny.name:
-        writer.add_tensor("rope_factors_short.weight", np.array(_SHORT, np.float32))
-        writer.add_tensor("rope_factors_long.weight", np.array(_LONG, np.float32))
-    if made.arch == "gemma4":  # a quarter of the pairs of full attention turns
-        writer.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
+    for stored, factors in _rope_factors(made):
+        writer.add_tensor(stored, np.array(factors, np.float32))
     if made.unused_layers:
         writer.add_uint32(f"{made.arch}.nextn_predict_layers", made.unused_layers)
         writer.add_tensor(
@@ -563,6 +560,15 @@ def write_family_gguf(made: GgufModel, model: Any, path: Path) -> None:
         num_heads = heads.get(name.split(".")[-2], 0) if made.permuted else 0
         writer.add_tensor(stored, interleave(values, num_heads) if num_heads else values)
     finish_gguf(writer)
+
+
+def _rope_factors(made: GgufModel) -> list[tuple[str, list[float]]]:
+    """Return the tensors of factors of the angles."""
+    if "longrope" in made.tiny.name:
+        return [("rope_factors_short.weight", _SHORT), ("rope_factors_long.weight", _LONG)]
+    if made.arch == "gemma4":  # a quarter of the pairs of full attention turns
+        return [("rope_freqs.weight", [1.0] * 8 + [1e30] * 24)]
+    return []
 
 
 def _part_names(arch: str, *, is_dense: bool) -> dict[str, tuple[str, ...]]:
