@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    facts = {"machine": describe_machine(2), "commit": commit_here(), "tokens": TOKENS}
+    facts = {
+        "machine": describe_machine(2),
+        "commit": commit_here(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "tokens": TOKENS,
+    }
     rows: list[Row] = []
     for family, tiny in models():
         figures = measure(tiny)

@@ -120,6 +120,7 @@ def translate_metadata(
         if theirs in _BRANCHES and family.recurrent is not None and metadata.is_list(key):
             value, values[_BRANCHES[theirs]] = metadata.of_branches(key)
         elif theirs in _BY_LAYER and family.gguf_by_layer and metadata.is_list(key):
+            names[_BY_LAYER[theirs]] = key
             values[_BY_LAYER[theirs]] = by_layer = metadata.by_layer(key)
             value = by_layer[0]
         else:

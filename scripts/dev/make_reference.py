@@ -306,7 +306,8 @@ def make_models() -> str:
         "## KV formats",
         "Every family has every KV format on a CPU. The table has the KL divergence of the next "
         "token, in nats, from a 16-bit cache, in the tiny random model of each family, "
-        "without a 16-bit window, rotation or calibration (`scripts/eval_families.py`). With "
+        "without a 16-bit window, rotation or calibration (`scripts/eval_families.py`, "
+        "[results](../benchmarks/results/families_kl.jsonl)). With "
         "random weights, a small error may change a routed expert, and attention is as sharp as "
         "the norms happen to make it, so the figures compare formats within a family. "
         "[accuracy.md](accuracy.md) has those of a trained model.",

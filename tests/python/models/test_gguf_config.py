@@ -96,11 +96,23 @@ HOSTILE: tuple[Any, ...] = (
 WITH_GGUF = [family for family in FAMILIES if family.gguf_architectures]
 
 
+BY_LAYER: dict[str, Any] = {
+    "attention.sliding_window_pattern": [True, True, True, False],
+    "attention.key_length_swa": 16,
+    "attention.shared_kv_layers": 0,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4,
+    "embedding_length_per_layer_input": 16,
+}
+
+
 def own_keys(family: ModelFamily) -> dict[str, Any]:
     """Return the keys of a family that not every family has."""
     shared = {"expert_shared_feed_forward_length": 32} if family.recurrent else {}
     return {
         **({**EXPERTS, **shared} if family.experts else {}),
+        **(BY_LAYER if family.gguf_by_layer else {}),
         **(OF_FAMILY.get(family.name, RECURRENT) if family.recurrent else {}),
     }
 
