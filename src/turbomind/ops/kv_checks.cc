@@ -14,6 +14,8 @@ void CheckLayer(const KvLayerView& kv) {
   const int max_dim = kv.HasLatents() ? kMaxLatentDim : 256;
   Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= max_dim,
         "kv.head_dim must be a multiple of 16 and at most 256, or 512 with latents");
+  Check(kv.rotary_dim >= 0 && kv.rotary_dim % 16 == 0 && kv.rotary_dim <= kMaxRotaryDim,
+        "kv.rotary_dim must be a multiple of 16 and at most 128");
   Check(block::IsBlockSeqLen(kv.block_seq_len),
         "kv.block_seq_len must be a power of two from 16 to 2^20");
   for (int side = 0; side < 2; ++side) {
