@@ -77,14 +77,14 @@ def make_latents(model: Any, ids: list[int], *, rank: int) -> list[LatentLayer]:
         covariance = x.T @ x / len(x)
         covariance += 1e-3 * covariance.diagonal().mean() * torch.eye(len(covariance))
         root = torch.linalg.cholesky(covariance)
-        # K is larger than V. With these sizes, an error of a latent changes K by a smaller share than
-        # V, because an error of keys costs more.
+        # K is larger than V. With these sizes, an error of a latent changes K by a smaller share
+        # than V, because an error of keys costs more.
         sizes = [(part @ root).norm() for part in parts]
         sizes[0] /= _KEY_WEIGHT
         both = torch.cat([part / size for part, size in zip(parts, sizes, strict=True)])
         basis = torch.linalg.svd(both @ root, full_matrices=False)[0][:, :rank]
-        # The first value is mostly the mean of K, many times the next one. It would set the scale of
-        # its group, so it goes to the group of the least values.
+        # The first value is mostly the mean of K, many times the next one. It would set the scale
+        # of its group, so it goes to the group of the least values.
         basis = basis.roll(-1, dims=1)
         halves = zip(basis.chunk(2), sizes, strict=True)
         up = torch.cat([half * size for half, size in halves])
