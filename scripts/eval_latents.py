@@ -30,6 +30,7 @@ from reference import smollm2
 from reference.quality import BALANCED, RAW, LayerStore, Quality
 
 _RANK = 192
+_KEY_WEIGHT = 1.5
 # What a cache of latents stores, by name: a format, options, and whether rows have an offset.
 _PLAIN = replace(BALANCED, rotate=False, k_offset=False)
 CASES: dict[str, tuple[str, Quality]] = {
@@ -70,14 +71,24 @@ def make_latents(model: Any, ids: list[int], *, rank: int) -> list[LatentLayer]:
     layers = []
     for layer, x in zip(model.model.layers, inputs, strict=True):
         attention = layer.self_attn
-        both = torch.cat([attention.k_proj.weight, attention.v_proj.weight]).double()
+        parts = [attention.k_proj.weight.double(), attention.v_proj.weight.double()]
         # The inputs' covariance, and a little of the identity: the text has fewer tokens than x has
         # directions that matter.
         covariance = x.T @ x / len(x)
         covariance += 1e-3 * covariance.diagonal().mean() * torch.eye(len(covariance))
         root = torch.linalg.cholesky(covariance)
+        # K is larger than V. With these sizes, an error of a latent changes K by a smaller share
+        # than V, because an error of keys costs more.
+        sizes = [(part @ root).norm() for part in parts]
+        sizes[0] /= _KEY_WEIGHT
+        both = torch.cat([part / size for part, size in zip(parts, sizes, strict=True)])
         basis = torch.linalg.svd(both @ root, full_matrices=False)[0][:, :rank]
-        layers.append(LatentLayer((basis.T @ both).detach().float(), basis.detach().float()))
+        # The first value is mostly the mean of K, many times the next one. It would set the scale
+        # of its group, so it goes to the group of the least values.
+        basis = basis.roll(-1, dims=1)
+        halves = zip(basis.chunk(2), sizes, strict=True)
+        up = torch.cat([half * size for half, size in halves])
+        layers.append(LatentLayer((basis.T @ both).detach().float(), up.detach().float()))
     return layers
 
 

@@ -294,11 +294,11 @@ def _plan_heads(
     both = lookup.find(kind, place, layer=layer)
     for head in range(config.num_heads):
         first = head * (keys + values)
-        yield _turned(f"{name}.latent.k_b.{head}", both.take(first, keys))
+        yield turned_matrix(f"{name}.latent.k_b.{head}", both.take(first, keys))
         yield PlannedTensor(f"{name}.latent.v_b.{head}", both.take(first + keys, values))
 
 
-def _turned(name: str, tensor: StoredTensor) -> PlannedTensor:
+def turned_matrix(name: str, tensor: StoredTensor) -> PlannedTensor:
     """Return the transposed matrix. Blocks of quantized rows cannot be transposed as they are."""
     if tensor.format in PLAIN_FORMATS:
         return PlannedTensor(name, tensor, transposed=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +31,10 @@ class TurnedMatrix:
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Return rows [begin, end) of the transpose without rounding."""
+        # Not kept: a model has thousands of these matrices.
         return np.ascontiguousarray(self._values[:, begin:end].T)
 
-    @functools.cached_property
+    @property
     def _values(self) -> npt.NDArray[np.float32]:
         from lmdeploy.checkpoint.convert import values_of_rows
 

@@ -224,7 +224,7 @@ def _rope_parameters(
         # llama.cpp cancels the magnitude of YaRN and raises the scores instead, as DeepSeek does.
         magnitude = {
             "attention_factor": 1.0,
-            "mscale_all_dim": 10.0 * metadata.number(log_key, default=0.0),
+            "mscale_all_dim": 10.0 * metadata.number(log_key, default=0.0, high=100.0),
         }
     else:
         magnitude = {"attention_factor": attention * (1.0 + 0.1 * math.log(max(factor, 1.0)))}

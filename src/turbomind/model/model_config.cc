@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/ops/kv_checks.h"
 #include "turbomind/ops/rope.h"
 
 namespace turbomind {
@@ -327,6 +328,9 @@ void ValidateLatents(const ModelConfig& model) {
             "is " + std::to_string(dim) + ". With latents it must be a multiple of " +
                 std::to_string(kMultiple) + " up to " + std::to_string(kMaxLatentDim) + ".");
   }
+  Require(latent.rope_dim <= kMaxRotaryDim, "latent.rope_dim",
+          "is " + std::to_string(latent.rope_dim) + ". It must be at most " +
+              std::to_string(kMaxRotaryDim) + ".");
   Require(latent.q_rank >= 0 && latent.q_rank <= kMaxWidth, "latent.q_rank",
           "is " + std::to_string(latent.q_rank) + ". It must be 0 to " + std::to_string(kMaxWidth) +
               ".");

@@ -13,6 +13,8 @@ void CheckLayer(const KvLayerView& kv) {
   Check(kv.kv_heads > 0, "kv.kv_heads must be positive");
   Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= kMaxHeadDim,
         "kv.head_dim must be a multiple of 16 and at most kMaxHeadDim");
+  Check(kv.rotary_dim >= 0 && kv.rotary_dim % 16 == 0 && kv.rotary_dim <= kMaxRotaryDim,
+        "kv.rotary_dim must be a multiple of 16 and at most 128");
   Check(block::IsBlockSeqLen(kv.block_seq_len),
         "kv.block_seq_len must be a power of two from 16 to 2^20");
   for (int side = 0; side < 2; ++side) {

@@ -7,6 +7,10 @@
 
 namespace turbomind {
 
+// The largest rotary part of a row with latents: sums of so many products of 13-bit values fit into
+// 32 bits.
+inline constexpr int kMaxRotaryDim = 128;
+
 // Checks a layer's shape: sizes are positive, the kernels support head_dim, and the pools are set.
 void CheckLayer(const KvLayerView& kv);
 // Checks that the batch's arrays are consistent: cu_seqlens increases, context_lens and positions

@@ -309,6 +309,9 @@ TEST_CASE("a device without attention over latents refuses them by name") {
   model.latent.nope_dim = 40;
   CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains("latent.nope_dim"), InvalidArgument);
   model.latent.nope_dim = 32;
+  model.latent.rope_dim = model.ropes[0].dim = 144;
+  CHECK_THROWS_WITH_AS(model.Validate(), doctest::Contains("latent.rope_dim"), InvalidArgument);
+  model.latent.rope_dim = model.ropes[0].dim = 64;
   model.num_heads = 65536;
   model.num_layers = 2;
   model.windows.assign(2, 0);

@@ -28,7 +28,7 @@ from lmdeploy.checkpoint.files.tensor_file import (
 )
 from lmdeploy.checkpoint.gguf_blocks import values_to_q8_0
 from lmdeploy.checkpoint.methods.awq import awq_matrix
-from lmdeploy.checkpoint.tensor_plan import PlannedTensor
+from lmdeploy.checkpoint.tensor_plan import PlannedTensor, turned_matrix
 
 
 def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> StoredTensor:
@@ -224,3 +224,23 @@ def test_convert_and_pack_equals_golden_checksums(case: str) -> None:
 
 def test_golden_checksums_cover_every_stored_format() -> None:
     assert {case.split()[0] for case in GOLDEN} == {*SUPPORTED_FORMATS, "AWQ"}
+
+
+@pytest.mark.parametrize("weight_format", ["Q8_0", "Q4_K", "MXFP4"])
+def test_turned_blocks_have_the_values_of_the_transpose(weight_format: str) -> None:
+    # The keys of a head in GGUF's joint matrix of latents.
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    whole = block_tensor(weight_format)
+    raw = whole.bytes_by_row()
+    values = dequantize(raw, GGMLQuantizationType[weight_format]).reshape(48, -1)[16:32].T
+    turned = turned_matrix("layers.0.latent.k_b.0", whole.take(16, 16))
+    assert (turned.rows, turned.cols) == values.shape == (512, 16)
+    kind, exact = matrix_for_engine(turned.tensor, exact=True)
+    assert kind == "f32"
+    np.testing.assert_array_equal(exact, values)
+    kind, rounded = matrix_for_engine(turned.tensor, exact=False)
+    assert kind == engine_format(turned.tensor, False) == "bf16"
+    np.testing.assert_array_equal(rounded, bf16_bits(values))
+    assert engine_bytes(turned, False) == 2 * values.size

@@ -36,6 +36,15 @@ RECURRENT = {
     "ssm.state_size": 16,
     "ssm.time_step_rank": 4,
 }
+LATENTS = {
+    "attention.kv_lora_rank": 32,
+    "attention.q_lora_rank": 32,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 48,
+    "attention.value_length_mla": 32,
+    "rope.dimension_count": 16,
+}
 ATTENTION_LAYERS = {"attention.head_count_kv": [0, 1, 0, 1]}
 # The keys of families whose layers differ in their branches.
 OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -114,6 +123,7 @@ def own_keys(family: ModelFamily) -> dict[str, Any]:
         **({**EXPERTS, **shared} if family.experts else {}),
         **(BY_LAYER if family.gguf_by_layer else {}),
         **(OF_FAMILY.get(family.name, RECURRENT) if family.recurrent else {}),
+        **(LATENTS if family.latent else {}),
     }
 
 
@@ -165,6 +175,9 @@ def family_named(name: str) -> ModelFamily:
         ("mixtral", {"expert_weights_scale": 2.0}, r"expert_weights_scale is 2\. It must be 1"),
         ("cohere2", {"rope.freq_base_swa": 5e5}, r"freq_base_swa is 500000\. It must be 10000"),
         ("llama", {"attention.value_length": 16}, r"value_length is 16\. It must be the head_dim"),
+        ("deepseek2", {"attention.kv_lora_rank": None}, r"m\.attention\.kv_lora_rank is missing"),
+        ("deepseek2", {"attention.key_length_mla": 16}, r"key_length_mla is 16\. It must exceed"),
+        ("llama", {"rope.scaling.yarn_log_multiplier": 0.1}, r"yarn_log_multiplier is 0\.1"),
     ],
 )
 def test_check_metadata_keys_that_contradict_the_family_are_rejected(

@@ -3,9 +3,9 @@
 // ⑦ FP4 latents in 8 bits. A token's values are rounded to int8 with one scale of the token, which
 // turns the products of all its groups into one integer sum. Queries are rounded to 8 bits per row,
 // and softmax weights to 8 bits per row and tile; what rounding takes from a weight is passed on to
-// the next token, so that a tile's weights keep their sum. Compared to FP32 (`exact`), a score
-// changes by about 2^-8 of |q| |k|, and an output by about 2^-8 of |v|. FP4 itself has an error of
-// 2^-4 (docs/kv_cache.md).
+// the next token, so that a tile's weights keep their sum. Compared to FP32 (`exact`), an output of
+// random latents changes by up to 2^-6 of the largest value (latent_attention_test.cc). FP4 itself
+// has an error of 2^-4 of every value (docs/kv_cache.md).
 //
 // Integer sums have one value whatever their order, so every instruction set returns the same bits.
 
@@ -14,16 +14,18 @@
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
+#include "turbomind/ops/kv_checks.h"
 
 namespace turbomind::TM_ISA {
 
 inline constexpr float kByteMax = 127.f;
-inline constexpr float kRotaryMax = 4095.f;  // sums of kMaxLatentDim products fit into 32 bits
-inline constexpr float kWeightMax =
-    254.f;                             // one less than a byte holds: a remainder may come on top
-inline constexpr int kByteDims = 64;   // values that are expanded at once
-inline constexpr int kValueRun = 16;   // values of a run of ByteTile::values
-inline constexpr int kTokenBytes = 4;  // tokens whose values share a dword
+inline constexpr float kRotaryMax = 4095.f;
+static_assert(kRotaryMax * kRotaryMax * kMaxRotaryDim < 0x1p31f);
+// One less than a byte holds: a remainder may come on top.
+inline constexpr float kWeightMax = 254.f;
+inline constexpr int kByteDims = 64;          // values that are expanded at once
+inline constexpr int kValueRun = 16;          // values of a run of ByteTile::values
+inline constexpr int kTokenBytes = 4;         // tokens whose values share a dword
 inline constexpr float kLeastScale = 1e-30f;  // below it, a token or a row counts as zero
 
 // A tile in 8 bits.
