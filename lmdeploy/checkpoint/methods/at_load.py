@@ -75,7 +75,7 @@ def part_of(planned: PlannedTensor) -> str | None:
     """
     if planned.is_vector or is_router(planned) or planned.name.endswith(RECURRENT_GATES):
         return None
-    if planned.name in ("embedding", "head"):
+    if planned.name in ("embedding", "head", "per_layer_embedding"):
         return "other"
     mixes = ".recurrent." in planned.name or ".latent." in planned.name
     return "attn" if mixes or planned.name.rpartition(".")[2] in ATTENTION_TENSORS else "mlp"

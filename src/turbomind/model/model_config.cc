@@ -242,10 +242,10 @@ void ValidateRopes(const ModelConfig& model) {
   }
   for (int layer = 0; layer < model.num_layers; ++layer) {
     const int rope = model.HasAttention(layer) ? model.RopeOf(layer) : -1;
-    Require(rope < 0 || model.ropes[static_cast<size_t>(rope)].dim <= model.HeadDim(layer),
-            "rope.dim",
-            "of layer " + std::to_string(layer) + " is more than head_dim (" +
-                std::to_string(model.HeadDim(layer)) + ").");
+    const int dim = rope < 0 ? 0 : model.ropes[static_cast<size_t>(rope)].dim;
+    Require(dim <= model.HeadDim(layer), "rope.dim",
+            "is " + std::to_string(dim) + ". It must be at most the head_dim of layer " +
+                std::to_string(layer) + " (" + std::to_string(model.HeadDim(layer)) + ").");
   }
 }
 

@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "engine/tiny_model.h"
 #include "turbomind/engine/batch.h"
 #include "turbomind/kv/kv_cache.h"
+#include "turbomind/ops/forwarding_device.h"
 
 namespace turbomind {
 namespace {
@@ -20,11 +22,39 @@ constexpr int kBlock = 16;
 constexpr int kBlocksEach = 4;
 constexpr int kMaxSequences = 4;
 
+// Counts the layers whose attention a prefill step computes.
+class CountingDevice : public ForwardingDevice {
+ public:
+  CountingDevice() : ForwardingDevice(MakeCpuDevice(1)) {}
+  void PrefillAttention(const AttentionParams& params) override {
+    ++num_attentions;
+    ForwardingDevice::PrefillAttention(params);
+  }
+  int num_attentions = 0;
+};
+
+ModelConfig OneGroup() {
+  ModelConfig model = testing::TinyConfig();
+  model.windows = {0, 0};  // one group of layers
+  return model;
+}
+
+// Returns a model whose last two layers read the K and V of layers 2 and 1.
+ModelConfig SharedKv() {
+  ModelConfig model = testing::TinyGemma4();
+  model.windows.assign(5, 0);
+  model.layer_sizes.head_dims.clear();
+  model.layer_sizes.kv_heads.clear();
+  model.layer_ropes.clear();
+  return model;
+}
+
 // A tiny model and sequences that share no blocks.
 class Steps {
  public:
-  Steps()
-      : cache_(*device_, Config(), {kMaxSequences * kBlocksEach}),
+  explicit Steps(ModelConfig model = OneGroup())
+      : model_(std::move(model)),
+        cache_(*device_, Config(), {kMaxSequences * kBlocksEach}),
         decoder_({.model = model_,
                   .layers = Layers(),
                   .limits = {.max_tokens = 64, .max_logit_rows = 64, .ffn_rows = 8}},
@@ -59,44 +89,48 @@ class Steps {
     return {logits, logits + rows.size() * testing::kVocab};
   }
 
+  // Returns the layers whose attention was computed for prompts so far.
+  int num_attentions() const { return device_->num_attentions; }
+
  private:
   KvCacheConfig Config() const {
-    return MakeKvCacheConfig(model_.windows, KvCacheMode::kFp4Nv, model_.num_kv_heads,
-                             model_.head_dim, kBlock, DataType::kBFloat16);
+    KvCacheConfig config =
+        MakeKvCacheConfig(model_.windows, KvCacheMode::kFp4Nv, model_.num_kv_heads, model_.head_dim,
+                          kBlock, DataType::kBFloat16);
+    config.kv_sources = model_.layer_sizes.kv_sources;
+    return config;
   }
   std::vector<LayerCache> Layers() const {
     std::vector<LayerCache> layers;
     for (int i = 0; i < model_.num_layers; ++i) {
-      layers.push_back(
-          {.kv = cache_.LayerView(i), .window16 = {}, .rule = cache_.rule(i), .group = 0});
+      const int source = model_.KvSource(i);
+      layers.push_back({.kv = cache_.LayerView(source),
+                        .window16 = {},
+                        .rule = cache_.rule(source),
+                        .group = 0});
     }
     return layers;
   }
 
-  static ModelConfig Model() {
-    ModelConfig model = testing::TinyConfig();
-    model.windows = {0, 0};  // one group of layers
-    return model;
-  }
-
-  const ModelConfig model_ = Model();
-  const std::shared_ptr<Device> device_ = MakeCpuDevice(1);
+  const ModelConfig model_;
+  const std::shared_ptr<CountingDevice> device_ = std::make_shared<CountingDevice>();
   KvCache cache_;
   Decoder decoder_;
   Sequence sequences_[kMaxSequences];
 };
 
-void CheckRows(const std::vector<int>& counts, const std::vector<std::vector<int32_t>>& subsets) {
+void CheckRowsOf(const ModelConfig& model, const std::vector<int>& counts,
+                 const std::vector<std::vector<int32_t>>& subsets) {
   std::vector<int32_t> all(static_cast<size_t>(std::accumulate(counts.begin(), counts.end(), 0)));
   std::iota(all.begin(), all.end(), 0);
   const std::vector<int> next(counts.size(), 1);
   const std::vector<int32_t> next_rows(all.begin(), all.begin() + static_cast<int>(counts.size()));
-  Steps whole;
+  Steps whole(model);
   const std::vector<float> want = whole.Run(counts, all);
   const std::vector<float> want_next = whole.Run(next, next_rows);
   for (const std::vector<int32_t>& rows : subsets) {
     CAPTURE(rows.size());
-    Steps steps;
+    Steps steps(model);
     const std::vector<float> got = steps.Run(counts, rows);
     REQUIRE(got.size() == rows.size() * testing::kVocab);
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -109,12 +143,28 @@ void CheckRows(const std::vector<int>& counts, const std::vector<std::vector<int
   }
 }
 
+void CheckRows(const std::vector<int>& counts, const std::vector<std::vector<int32_t>>& subsets) {
+  CheckRowsOf(OneGroup(), counts, subsets);
+  CheckRowsOf(SharedKv(), counts, subsets);
+}
+
 TEST_CASE("the logits of a prompt do not depend on which rows are requested") {
   CheckRows({30}, {{}, {0}, {29}, {3, 4, 5, 6, 20, 29}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}});
 }
 
 TEST_CASE("the logits of a mixed step do not depend on which rows are requested") {
   CheckRows({1, 1, 20, 9}, {{}, {0}, {1}, {0, 1}, {0, 1, 21}, {1, 5, 6, 30}, {22, 23, 24, 25}});
+}
+
+TEST_CASE("a prompt without rows stops after the last layer that stores K and V") {
+  Steps whole(SharedKv());
+  whole.Run({20}, {19});
+  CHECK(whole.num_attentions() == 5);
+  const std::vector<float> want = whole.Run({1}, {0});
+  Steps steps(SharedKv());
+  steps.Run({20}, {});
+  CHECK(steps.num_attentions() == 2);  // layer 2 only stores K and V
+  CHECK(steps.Run({1}, {0}) == want);
 }
 
 TEST_CASE("the logits of a decode step do not depend on which rows are requested") {

@@ -169,6 +169,7 @@ inline ModelConfig TinyGemma4() {
   config.norm.v_unit = true;
   config.softmax_scale = 0.125f;
   config.logit_cap = 2.f;
+  config.embedding_scale = 8.f;  // answers repeat, as drafts need it
   config.activation = Activation::kGeluTanh;
   config.ropes.push_back(config.ropes[0]);
   config.ropes[1].dim = 128;

@@ -13,6 +13,8 @@ from tiny_families import FAMILY_MODELS
 from tiny_models import make_model, save_model
 
 from lmdeploy import Pipeline, TurbomindEngineConfig, _turbomind
+from lmdeploy.checkpoint.methods.at_load import part_of
+from lmdeploy.checkpoint.open import open_checkpoint
 from lmdeploy.cli.serve import dry_run_lines
 from lmdeploy.engine.devices import open_device
 from lmdeploy.engine.plan import plan_engine
@@ -89,6 +91,13 @@ def test_recent_tokens_stay_in_the_window(folder: str, window: str) -> None:
         with Pipeline(folder, _config(deterministic=True, kv_rotation=False, **chosen)) as pipe:
             losses.append(pipe.get_ppl([prompt(60)])[0])
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_table_of_per_layer_inputs_has_the_format_of_the_embedding(folder: str) -> None:
+    parts = {planned.name: part_of(planned) for planned in open_checkpoint(Path(folder)).tensors}
+    assert parts["per_layer_embedding"] == parts["embedding"] == "other"
+    assert parts["layers.0.per_layer_gate"] == parts["per_layer_projection"] == "mlp"
+    assert "layers.4.k" not in parts and "layers.4.v" not in parts
 
 
 def test_a_calibration_of_layers_with_other_heads_is_refused(tmp_path: Path) -> None:
