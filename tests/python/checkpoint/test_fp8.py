@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from quantized_folders import (
 from reference.weights import read_fp8
 from safetensors.torch import load_file, save_file
 from tiny_families import HYBRID_MODELS, HYBRID_MOE
+from tiny_latents import V3
 from tiny_models import TINY_MODELS, TinyModel
 from tiny_moe import QWEN3_MOE
 
@@ -94,6 +95,8 @@ class Fp8:
         return read_fp8(codes, parts[self.scale_name].float().numpy(), block)
 
 
+# The inputs of every matrix are a multiple of 32.
+LATENTS = replace(V3, settings={**V3.settings, "q_lora_rank": 64, "moe_intermediate_size": 64})
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
 VARIANTS = {
     "blocks": Fp8(BLOCKS, "weight_scale_inv", "blocks"),
@@ -222,7 +225,7 @@ def test_rows_of_rope_move_with_their_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks", "tensor", "fbgemm"])
-@pytest.mark.parametrize("tiny", [LLAMA, QWEN3_MOE], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", [LLAMA, QWEN3_MOE, LATENTS], ids=lambda tiny: tiny.name)
 def test_fp8_logits_equal_transformers(tiny: TinyModel, name: str, tmp_path: Path) -> None:
     model = save_fp8(tiny, tmp_path, VARIANTS[name])
     ids = prompt(80)
