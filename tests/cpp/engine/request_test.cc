@@ -96,7 +96,7 @@ TEST_CASE("a mask of the wrong size ends only its own request") {
 }
 
 TEST_CASE("an unsupported head_dim is rejected before anything runs") {
-  for (const int head_dim : {20, 72, 272, 512}) {
+  for (const int head_dim : {20, 72, 528, 1024}) {
     ModelConfig model = testing::TinyConfig();
     model.head_dim = head_dim;
     model.ropes[0].dim = head_dim;
