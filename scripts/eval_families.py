@@ -21,6 +21,7 @@ import numpy.typing as npt
 from engine_runs import EngineRun
 from results import ROOT, Row, commit_here, describe_machine, write_rows
 from tiny_families import FAMILY_MODELS
+from tiny_latents import TINY_LATENTS
 from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_model
 from tiny_moe import TINY_MOE_MODELS
 
@@ -34,7 +35,7 @@ SEEDS = (0, 1, 2)  # of weights and prompts
 
 def models() -> Iterator[tuple[str, TinyModel]]:
     """Yield the name of each family and its first tiny model."""
-    every = (*TINY_MODELS, *FAMILY_MODELS, *TINY_MOE_MODELS)
+    every = (*TINY_MODELS, *FAMILY_MODELS, *TINY_MOE_MODELS, *TINY_LATENTS)
     for family in FAMILIES:
         for tiny in every:
             if f"{tiny.architecture}ForCausalLM" in family.hf_architectures:
@@ -75,6 +76,7 @@ def main() -> None:
     """Measure every family, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to measure")
     arguments = parser.parse_args()
     facts = {
         "machine": describe_machine(2),
@@ -84,6 +86,8 @@ def main() -> None:
     }
     rows: list[Row] = []
     for family, tiny in models():
+        if arguments.only and family not in arguments.only:
+            continue
         figures = measure(tiny)
         print(family, {name: f"{value:.1e}" for name, value in figures.items()}, flush=True)
         rows.append({"family": family, "model": tiny.name, "kl": figures, **facts})

@@ -9,11 +9,14 @@ from eval_families import FORMATS, RESULTS, divergence, models
 
 from lmdeploy.models import FAMILIES
 
-# transformers has no InternLM; their tiny models are a Llama.
-_NOT_MEASURED = {"internlm2", "internlm3"}
+# transformers has no InternLM; their tiny models are a Llama. `deepseek2` is a kind of GGUF file for
+# families that are measured.
+_NOT_MEASURED = {"internlm2", "internlm3", "deepseek2"}
 # Families of which a 4-bit format has more than twice the divergence of Llama's tiny model. In
 # those with experts, a rounded value changes which experts a token gets.
 _MORE_THAN_TWICE = {
+    "deepseek_v2": "experts",
+    "deepseek_v3": "experts",
     "ernie4_5_moe": "experts",
     "gemma3": "norms with weights of about 2, which make scores and logits larger",
     "gpt_oss": "experts and sinks",
