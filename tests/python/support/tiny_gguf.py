@@ -106,7 +106,7 @@ def start_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in (extra or {}).items():
         writer.kv_data[0].pop(f"{arch}.{key}", None)
-        add = {
+        add: dict[type, Any] = {
             str: writer.add_string,
             float: writer.add_float32,
             int: writer.add_uint32,

@@ -99,13 +99,13 @@ def quantize_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def dequantize_mxfp4(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """Return E2M1(code) * 2^(exponent - 127), the inverse of quantize_mxfp4."""
     scales = np.exp2(exponents.astype(np.float32) - 127)
-    return E2M1[codes] * np.repeat(scales, BLOCK, axis=-1)
+    return np.asarray(E2M1[codes] * np.repeat(scales, BLOCK, axis=-1))
 
 
 def split_blocks(codes: np.ndarray) -> np.ndarray:
     """Pack codes [.., n] into [.., n / 32, 16] as Hugging Face does: neighbors share a byte."""
     pairs = codes.reshape(*codes.shape[:-1], -1, BLOCK // 2, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    return np.asarray(pairs[..., 0] | pairs[..., 1] << 4)
 
 
 def gguf_blocks(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:

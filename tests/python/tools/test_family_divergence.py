@@ -9,8 +9,8 @@ from eval_families import FORMATS, RESULTS, divergence, models
 
 from lmdeploy.models import FAMILIES
 
-# transformers has no InternLM; their tiny models are a Llama. `deepseek2` is a kind of GGUF file for
-# families that are measured.
+# transformers has no InternLM; their tiny models are a Llama. `deepseek2` is a kind of GGUF file
+# for families that are measured.
 _NOT_MEASURED = {"internlm2", "internlm3", "deepseek2"}
 # Families of which a 4-bit format has more than twice the divergence of Llama's tiny model. In
 # those with experts, a rounded value changes which experts a token gets.
