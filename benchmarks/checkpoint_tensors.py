@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.checkpoint.tensor_plan import as_location, is_in_layer
-from lmdeploy.checkpoint.tensor_shapes import tensor_shapes
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import TensorLocation
 from lmdeploy.models.family import ModelFamily
+from lmdeploy.models.tensor_shapes import tensor_shapes
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from eval_ppl import positive
 
-from lmdeploy.checkpoint.convert import matrix_for_engine, values_of_rows, vector_for_engine
+from lmdeploy.checkpoint.convert import matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.files.values import values_of_rows
 from lmdeploy.checkpoint.gguf_blocks import values_to_q8_0
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import open_checkpoint

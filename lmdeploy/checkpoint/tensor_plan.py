@@ -20,9 +20,8 @@ from lmdeploy.checkpoint.files.tensor_file import (
     StoredTensor,
     TensorFile,
 )
+from lmdeploy.checkpoint.files.turned_matrix import TurnedMatrix
 from lmdeploy.checkpoint.kv_scales import KvScales
-from lmdeploy.checkpoint.tensor_shapes import shape_in_layer, tensor_shapes
-from lmdeploy.checkpoint.turned_matrix import TurnedMatrix
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import (
     ExpertTensors,
@@ -36,6 +35,7 @@ from lmdeploy.models.family import (
     ModelFamily,
     TensorNames,
 )
+from lmdeploy.models.tensor_shapes import shape_in_layer, tensor_shapes
 
 logger = logging.getLogger("lmdeploy")
 

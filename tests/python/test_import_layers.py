@@ -24,7 +24,8 @@ LAYERS = (
     ("api",),
     ("__init__", "cli", "messages", "model"),  # the last two: import paths of LMDeploy's users
     ("__main__",),
-    ("kv_cache", "kv_rows", "kvx"),  # components: the server, all of the above, needs none of them
+    ("kvx",),  # components: the server, all of the above, needs none of them
+    ("kv_cache", "kv_rows"),
 )
 MAX_MODULES = 12
 REGISTRIES = {"models", "chat.formats", "serve.routes", "checkpoint.methods"}

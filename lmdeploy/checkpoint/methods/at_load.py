@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.files import Bytes
-from lmdeploy.checkpoint.convert import is_router, values_of_rows
+from lmdeploy.checkpoint.convert import is_router
 from lmdeploy.checkpoint.files.tensor_file import PLAIN_FORMATS, StoredTensor
+from lmdeploy.checkpoint.files.values import values_of_rows
 from lmdeploy.checkpoint.gguf_blocks import values_to_q4_1, values_to_q8_0
 from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
 from lmdeploy.models.family import ATTENTION_TENSORS, RECURRENT_GATES

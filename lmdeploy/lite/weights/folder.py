@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.files import read_json_object
-from lmdeploy.checkpoint.convert import bf16_bits
 from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile
 from lmdeploy.checkpoint.files.tensor_file import PLAIN_FORMATS
+from lmdeploy.checkpoint.files.values import bf16_bits
 from lmdeploy.checkpoint.methods.awq import awq_parts
 from lmdeploy.checkpoint.methods.gptq import gptq_parts
 from lmdeploy.checkpoint.tensor_plan import Checkpoint

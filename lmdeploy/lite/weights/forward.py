@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.checkpoint.convert import values_of_rows, vector_for_engine
+from lmdeploy.checkpoint.convert import vector_for_engine
+from lmdeploy.checkpoint.files.values import values_of_rows
 from lmdeploy.checkpoint.tensor_plan import Checkpoint, PlannedTensor
 from lmdeploy.lite.rope_speed import inverse_frequencies
 from lmdeploy.models.decoder_config import DecoderConfig

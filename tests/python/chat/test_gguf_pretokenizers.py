@@ -201,6 +201,7 @@ def test_names_of_listed_families_are_known() -> None:
         "chatglm": "chatglm-bpe",
         "glm4": "glm4",
         "glm4moe": "glm4",
+        "deepseek2": "deepseek-v3",
         "minimax-m2": "minimax-m2",
         "olmo2": "dbrx",
         "exaone4": "exaone4",
@@ -211,7 +212,8 @@ def test_names_of_listed_families_are_known() -> None:
         "starcoder2": "starcoder",
         "arcee": "llama-bpe",
     }
-    sentence_piece = {"gemma2", "gemma3", "internlm2", "ernie4_5", "ernie4_5-moe", "nemotron"}
+    sentence_piece = {"gemma2", "gemma3", "gemma4", "internlm2", "nemotron"}
+    sentence_piece |= {"ernie4_5", "ernie4_5-moe"}
     assert set(names) | sentence_piece == listed
     assert set(names.values()) <= set(PRE_TOKENIZERS)
 

@@ -15,7 +15,8 @@ from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_mod
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
-from lmdeploy.checkpoint.convert import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.convert import matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.files.values import bf16_bits
 from lmdeploy.checkpoint.hub import hub_address, resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.engine.model_files import cache_dtype

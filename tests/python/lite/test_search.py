@@ -117,7 +117,11 @@ def fakes(monkeypatch):
     monkeypatch.setattr(kv_search, "evaluate", evaluate)
     state.model = SimpleNamespace(
         config=SimpleNamespace(
-            num_layers=LAYERS, windows=[0] * LAYERS, max_position=64, k_bias=False
+            num_layers=LAYERS,
+            windows=[0] * LAYERS,
+            max_position=64,
+            k_bias=False,
+            latent=SimpleNamespace(rope_dim=0),
         ),
         configure=lambda config: config,
     )

@@ -36,6 +36,7 @@ _COVERED_ELSEWHERE = {
     "mixtral": "test_parity_moe.py",
     "qwen2_moe": "test_parity_moe.py",
     "qwen3_moe": "test_parity_moe.py",
+    "deepseek2": "test_parity_latents.py",
     "internlm2": "below: transformers has no InternLM2",
     "internlm3": "below: transformers has no InternLM3",
 }

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from lmdeploy.base.files import Bytes
 from lmdeploy.checkpoint.files.tensor_file import StoredTensor
+from lmdeploy.checkpoint.files.values import bf16_bits, values_of_rows
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,6 @@ class TurnedMatrix:
 
     def blocks(self, begin: int, end: int) -> Bytes:
         """Return rows [begin, end) as BF16."""
-        from lmdeploy.checkpoint.convert import bf16_bits
-
         return bf16_bits(self.f32(begin, end)).view(np.uint8).reshape(end - begin, -1)
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
@@ -36,8 +35,6 @@ class TurnedMatrix:
 
     @property
     def _values(self) -> npt.NDArray[np.float32]:
-        from lmdeploy.checkpoint.convert import values_of_rows
-
         tensor = self.tensor
         if tensor.matrix is not None:
             return tensor.matrix.f32(0, tensor.rows)
