@@ -238,8 +238,9 @@ LinearKernel LinearChoices::Find(const LinearStack& stack, int64_t num_rows,
 }
 
 int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols) {
-  const int64_t max_slices = std::min({int64_t{kMaxSlices}, kWantedWarps / NumTiles(outputs),
-                                       int64_t{NumUnits(stored, cols)} / kMinUnits});
+  const int64_t tiles = std::max<int64_t>(NumTiles(outputs), 1);
+  const int64_t max_slices = std::min(
+      {int64_t{kMaxSlices}, kWantedWarps / tiles, int64_t{NumUnits(stored, cols)} / kMinUnits});
   int slices = 1;
   while (2 * slices <= max_slices) {
     slices *= 2;
