@@ -42,7 +42,7 @@ DEFAULT_STREAM = 1  # the legacy default stream, as both protocols name it
 
 
 class ArrayView(NamedTuple):
-    """What a descriptor needs to know. Strides are in elements."""
+    """Facts about an array that a descriptor states. Strides are in elements."""
 
     dtype: abi.Dtype
     memory: abi.Memory

@@ -1,4 +1,4 @@
-"""What the families with multi-head latent attention (MLA) share: settings, scale and tensors.
+"""Settings, scale and tensors that families with multi-head latent attention (MLA) share.
 
 DeepSeek-V2 introduced it. The cache has one row per token: a latent of `kv_lora_rank` values, from
 which all heads make their keys and values, and a rotary part of `qk_rope_head_dim` values.

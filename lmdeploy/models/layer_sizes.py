@@ -1,4 +1,4 @@
-"""What differs between the layers of a model, as plain data."""
+"""Sizes that differ between the layers of a model, as plain data."""
 
 from __future__ import annotations
 

@@ -88,6 +88,7 @@ TEST_CASE("a dense layer takes at most 7 launches, and 8 with a 16-bit window") 
   CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 7);
   config.kv_quality.window16 = {64, 64};
   config.cache_block_seq_len = 64;
+  CHECK(CountPerLayer(testing::TinyConfig(), config, false) == 11);
   CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 8);
 }
 
@@ -100,6 +101,7 @@ TEST_CASE("a layer of experts takes at most 10 launches, and 11 with a 16-bit wi
   CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 10);
   config.kv_quality.window16 = {64, 64};
   config.cache_block_seq_len = 64;
+  CHECK(CountPerLayer(testing::TinyGptOss(), config, false) == 14);
   CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 11);
 }
 
