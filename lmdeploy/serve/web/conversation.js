@@ -53,7 +53,7 @@ export class Conversation {
   chat = newChat();
   isReachable = true; // whether the server answers
   #abort = null;
-  #card = null;
+  #card = null; // the promise of the server's description of its model
   #onChange;
   #options;
   #store;
@@ -67,8 +67,15 @@ export class Conversation {
 
   /** Return the server's description of its model, for which it is asked until it answers. */
   async model() {
-    this.#card ??= (await getJson("v1/models")).data[0];
-    return this.#card;
+    const card = (this.#card ??= getJson("v1/models").then(({ data }) => data[0]));
+    try {
+      return await card;
+    } catch (error) {
+      if (this.#card === card) {
+        this.#card = null;
+      }
+      throw error;
+    }
   }
 
   /** Ask for the model again: another server may have taken the place of the one before. */
