@@ -87,11 +87,16 @@ def tuner_cells() -> Iterator[str]:
     for name in FORMATS:
         for rows, cols in LINEARS:
             yield f"op=tune format={name} batch=1024 rows={rows} cols={cols}"
+    for mode in FEW_MODES:
+        for heads in ("head_dim=128 group=4", "head_dim=128 group=8", "head_dim=64 group=8"):
+            yield f"op=tune_decode mode={mode} batch=64 kv_heads=8 {heads}"
+    yield "op=tune_decode mode=nvfp4 batch=64 kv_heads=8 head_dim=64 group=8 window=128"
 
 
 def small_tuner_cells() -> Iterator[str]:
-    """Yield a tiny cell of the tuner, to test the program on any device."""
+    """Yield tiny cells of the tuner, to test the program on any device."""
     yield "op=tune format=q4_0 batch=2 rows=64 cols=64"
+    yield "op=tune_decode mode=nvfp4 kv_heads=1 group=2 head_dim=64"
 
 
 def small_cells() -> Iterator[str]:

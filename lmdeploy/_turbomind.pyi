@@ -314,10 +314,13 @@ class Device:
         saved: list[TunedChoice],
         max_rows: int,
         max_seconds: float,
+        model: ModelConfig | None = None,
+        engine: EngineConfig | None = None,
     ) -> TuningResult:
         """Choose kernels for the layers of the models by their times. The GIL is released.
 
-        Call it before an engine uses the device. Without models, it only returns the machine.
+        With `model` and `engine`, choose schedules for that engine's attention, too. Call it before
+        an engine uses the device. Without models, it only returns the machine.
         """
 
 class Weights:

@@ -10,19 +10,22 @@
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
 //   op=tune format=bf16 batch=1024 rows=4096 cols=4096 seconds=10
+//   op=tune_decode mode=none batch=1 kv_heads=8 group=8 head_dim=128 window=0 seconds=10
 // op=quantize quantizes the blocks of the new tokens, which leave a window in window_format.
 // k_offset=1 gives every block a K offset (kv/k_offset.h), and fast_pairs=n adds a fast bias
 // (ops/fast_bias.h). op=tune answers with the tuner's choices for all numbers of rows up to
-// `batch`. A step has `launches` launches, which a cell may override. They cycle through at least
-// two layers of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are
-// recorded and replayed. A figure is the median of five rounds of at least round_ms: microseconds
-// of a launch, including the host's work. Bytes are the minimum that the op must move.
+// `batch`, and op=tune_decode with those for up to `batch` sequences. A step has `launches`
+// launches, which a cell may override. They cycle through at least two layers of rotate_mb
+// together, so that no launch finds its bytes in a cache. Decode steps are recorded and replayed. A
+// figure is the median of five rounds of at least round_ms: microseconds of a launch, including the
+// host's work. Bytes are the minimum that the op must move.
 
 #include <exception>
 #include <iostream>
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench_device.h"
@@ -52,7 +55,7 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
   }
   throw std::invalid_argument("op is " + op +
                               ". It must be one of decode, prefill, write, quantize, flatten, "
-                              "linear, copy, tune.");
+                              "linear, copy, tune, tune_decode.");
 }
 
 // Tunes a layer of one matrix. The calls cycle through rotate_bytes of equal matrices.
@@ -61,11 +64,29 @@ TuningResult TuneCell(Device& device, Cell& cell, const Limits& limits) {
   const int seconds = cell.Number("seconds", 10);
   cell.RequireAllRead();
   const MatrixBench matrices(device, shape, limits);
-  TuningParams params = {.layers = {}, .saved = {}, .max_seconds = static_cast<double>(seconds)};
+  TuningParams params = {
+      .layers = {}, .attention = {}, .saved = {}, .max_seconds = static_cast<double>(seconds)};
   for (int layer = 0; layer < matrices.layers(); ++layer) {
     params.layers.push_back({.parts = {*matrices.Layer(layer)}, .max_rows = shape.tokens});
   }
   return device.Tune(params);
+}
+
+// Tunes decode attention of a layer.
+TuningResult TuneDecodeCell(Device& device, Cell& cell) {
+  const KvShape shape(cell);
+  const int seconds = cell.Number("seconds", 10);
+  cell.RequireAllRead();
+  LayerGroup layers = {.window = shape.window,
+                       .layers = {0},
+                       .num_readers = 1,
+                       .layout = block::Layout(ConfigOf(shape, 1)),
+                       .window16_layout = {},
+                       .rule = {}};
+  return device.Tune({.layers = {},
+                      .attention = {{std::move(layers), shape.q_heads(), shape.batch}},
+                      .saved = {},
+                      .max_seconds = static_cast<double>(seconds)});
 }
 
 void AddTuning(Json& answer, const TuningResult& tuned) {
@@ -90,8 +111,10 @@ void Answer(const DeviceChoice& choice, const std::string& line, const Limits& l
   try {
     Cell cell(line);
     const std::shared_ptr<Device> device = choice.Make();
-    if (cell.Text("op") == "tune") {
-      AddTuning(answer, TuneCell(*device, cell, limits));
+    const std::string op = cell.Text("op");
+    if (op == "tune" || op == "tune_decode") {
+      AddTuning(answer,
+                op == "tune" ? TuneCell(*device, cell, limits) : TuneDecodeCell(*device, cell));
       answer.Print();
       return;
     }

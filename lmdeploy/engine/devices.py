@@ -20,7 +20,15 @@ from lmdeploy.base.tuner_file import (
 from lmdeploy.config.engine import TurbomindEngineConfig
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device, DeviceCapability, TunedChoice, TuningResult, Weights
+    from lmdeploy._turbomind import (
+        Device,
+        DeviceCapability,
+        EngineConfig,
+        ModelConfig,
+        TunedChoice,
+        TuningResult,
+        Weights,
+    )
 
 logger = logging.getLogger("lmdeploy")
 
@@ -111,13 +119,21 @@ def tuning_machine(device: Device) -> str:
     return device.tune([], saved=[], max_rows=0, max_seconds=0.0).machine
 
 
-def tune_device(device: Device, models: list[Weights], *, max_rows: int) -> str:
+def tune_device(
+    device: Device,
+    models: list[Weights],
+    *,
+    max_rows: int,
+    model: ModelConfig | None = None,
+    engine: EngineConfig | None = None,
+) -> str:
     """Choose the device's kernels for the layers of the models, before an engine uses it.
 
     The choices come from the machine's file. Those that it lacks are measured and stored.
 
     Args:
         max_rows: maximum number of tokens in a step.
+        model, engine: whose attention is tuned, too.
 
     Returns:
         the line that a server prints at start, or "" if there is nothing to choose.
@@ -128,7 +144,14 @@ def tune_device(device: Device, models: list[Weights], *, max_rows: int) -> str:
     path = tuner_file(machine)
     saved = [] if path is None else _saved_choices(path, machine, warns=True)
     begin = time.monotonic()
-    result = device.tune(models, saved=saved, max_rows=max_rows, max_seconds=_MAX_TUNING_SECONDS)
+    result = device.tune(
+        models,
+        saved=saved,
+        max_rows=max_rows,
+        max_seconds=_MAX_TUNING_SECONDS,
+        model=model,
+        engine=engine,
+    )
     seconds = time.monotonic() - begin
     if path is not None and result.num_measured:
         _store_choices(path, machine, choices=result.choices)

@@ -227,6 +227,8 @@ def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> 
         device,
         [model.weights for model in models],
         max_rows=step_sizes(plan.config, device.capability)[1],
+        model=loaded.config,
+        engine=config,
     )
     mapped_bytes = sum(model.mapped_bytes for model in models)
     core = _start_engine(loaded, config, device=device, mapped_bytes=mapped_bytes)

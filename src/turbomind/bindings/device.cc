@@ -14,6 +14,7 @@
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
+#include "turbomind/engine/memory_plan.h"
 #include "turbomind/model/layers_to_tune.h"
 
 namespace py = pybind11;
@@ -44,12 +45,17 @@ std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads,
 }
 
 TuningResult Tune(Device& device, const std::vector<std::shared_ptr<Weights>>& models,
-                  std::vector<TunedChoice> saved, int max_rows, double max_seconds) {
-  TuningParams params = {.layers = {}, .saved = std::move(saved), .max_seconds = max_seconds};
+                  std::vector<TunedChoice> saved, int max_rows, double max_seconds,
+                  const ModelConfig* model, const EngineConfig* engine) {
+  TuningParams params = {
+      .layers = {}, .attention = {}, .saved = std::move(saved), .max_seconds = max_seconds};
   for (const auto& weights : models) {
     std::vector<LayerToTune> layers =
         LayersToTune(*weights, max_rows, device.capability().max_logit_rows);
     std::ranges::move(layers, std::back_inserter(params.layers));
+  }
+  if (model != nullptr && engine != nullptr) {
+    params.attention = AttentionToTuneOf(*model, *engine);
   }
   return device.Tune(params);
 }
@@ -100,7 +106,8 @@ void DefDevices(py::module_& m) {
       .def_property_readonly("free_bytes", &Device::free_bytes)
       .def_property_readonly("capability", &Device::capability)
       .def("tune", &Tune, py::arg("models"), py::kw_only(), py::arg("saved"), py::arg("max_rows"),
-           py::arg("max_seconds"), release());
+           py::arg("max_seconds"), py::arg("model") = nullptr, py::arg("engine") = nullptr,
+           release());
   m.def(
       "make_cpu_device",
       [](int num_threads, const std::string& isa, bool int8_activations, bool deterministic) {

@@ -251,6 +251,15 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   return cache;
 }
 
+std::vector<AttentionToTune> AttentionToTuneOf(const ModelConfig& model,
+                                               const EngineConfig& config) {
+  std::vector<AttentionToTune> attention;
+  for (LayerGroup& layers : MakeLayerGroups(CacheConfig(model, config))) {
+    attention.push_back({std::move(layers), model.num_heads, config.max_batch_size});
+  }
+  return attention;
+}
+
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
   RequireHeadDim(model);
   if (model.latent.exists() && !device.capability().has_latent_attention) {

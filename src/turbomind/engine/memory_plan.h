@@ -63,6 +63,9 @@ void ValidateEngineConfig(const EngineConfig& config);
 // Returns the configuration of the pools. Throws InvalidArgument if the list of KV formats does not
 // match the number of layers.
 KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config);
+// Returns the decode attention of an engine's steps, for Device::Tune.
+std::vector<AttentionToTune> AttentionToTuneOf(const ModelConfig& model,
+                                               const EngineConfig& config);
 
 // Returns the maximum number of new tokens of a step: max_prefill_token_num, or less if all
 // sequences are shorter.

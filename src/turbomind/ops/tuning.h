@@ -1,12 +1,13 @@
 #pragma once
 
-// What a tuner times and what it finds. A device that has several kernels for one layer chooses
-// between them by their times on the real weights. The names of questions and kernels are the
-// device's own. Other code only stores them and shows them.
+// What a tuner times and what it finds. A device that has several kernels or schedules for one
+// layer chooses between them by their times. The names of questions and kernels are the device's
+// own. Other code only stores them and shows them.
 
 #include <string>
 #include <vector>
 
+#include "turbomind/kv/layer_group.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
@@ -21,6 +22,13 @@ struct LayerToTune {
   bool gated = false;             // the call has an activation
 };
 
+// Decode attention of layers that share block ids.
+struct AttentionToTune {
+  LayerGroup layers;
+  int q_heads = 0;
+  int max_seqs = 1;  // of a step
+};
+
 // The kernel for one question, such as "bf16 28672 x 4096, 1 row".
 struct TunedChoice {
   std::string question;
@@ -32,6 +40,7 @@ struct TunedChoice {
 
 struct TuningParams {
   std::vector<LayerToTune> layers;
+  std::vector<AttentionToTune> attention;
   std::vector<TunedChoice> saved;  // found earlier on the same TuningResult::machine
   double max_seconds = 0;          // no question begins after this time
 };

@@ -39,7 +39,7 @@ struct Case {
   bool global_scales = false;
   bool k_offset = false;
   int num_slots = 4;
-  int combine_warps = 1;
+  int combine_warps = 1;  // 0: the block that ends last merges
   uint64_t seed = 1;
 };
 
@@ -282,33 +282,40 @@ std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& i
   DecodeParams decode;
   decode.q = in.q.data();
   decode.q_stride = int64_t{in.q_heads} * C::kHeadDim;
-  decode.q_heads = in.q_heads;
-  decode.softmax_scale = in.softmax_scale;
   decode.kv = pools.view;
   decode.block_tables = pools.table.data();
   decode.block_table_stride = pools.blocks;
   decode.items = plan.items.data();
-  decode.partial_o = partial_o.data();
-  decode.partial_ml = partial_ml.data();
+  decode.merge = {.partial_o = partial_o.data(),
+                  .partial_ml = partial_ml.data(),
+                  .first_partial = plan.first_partial.data(),
+                  .out = out.data(),
+                  .q_heads = in.q_heads,
+                  .head_dim = C::kHeadDim,
+                  .softmax_scale = in.softmax_scale,
+                  .sinks = c.sinks ? in.sinks.data() : nullptr,
+                  .q_dot_mean = c.mean ? in.q_dot_mean.data() : nullptr};
+  std::vector<int32_t> arrivals;
+  if (c.combine_warps == 0) {
+    const int tiles = c.kv_heads * HeadTiles(c.group);
+    arrivals.assign(c.ranges.size() * static_cast<size_t>(tiles), 0);
+    share(arrivals, Buffer::kReadWrite);
+    decode.arrivals = arrivals.data();
+  }
   const auto items = static_cast<unsigned>(plan.items.size());
   cuda_shim::Launch({{static_cast<unsigned>(c.kv_heads * head_blocks), items},
                      {32 * C::kWarps},
                      C::kSharedBytes,
                      seed},
                     [&] { DecodeKernel<C>(decode); });
-  CombineParams combine;
-  combine.partial_o = partial_o.data();
-  combine.partial_ml = partial_ml.data();
-  combine.first_partial = plan.first_partial.data();
-  combine.out = out.data();
-  combine.num_rows = static_cast<int>(c.ranges.size()) * in.q_heads;
-  combine.q_heads = in.q_heads;
-  combine.head_dim = C::kHeadDim;
-  combine.softmax_scale = in.softmax_scale;
-  combine.sinks = c.sinks ? in.sinks.data() : nullptr;
-  combine.q_dot_mean = c.mean ? in.q_dot_mean.data() : nullptr;
-  combine.warps_per_row = c.combine_warps;
-  constexpr int kVectors = CombineVectors(C::kHeadDim);
+  if (c.combine_warps == 0) {
+    CHECK(std::ranges::count(arrivals, 0) == std::ssize(arrivals));
+    return out;
+  }
+  const CombineParams combine = {.merge = decode.merge,
+                                 .num_rows = static_cast<int>(c.ranges.size()) * in.q_heads,
+                                 .warps_per_row = c.combine_warps};
+  constexpr int kVectors = MergeVectors(C::kHeadDim);
   const int blocks = (combine.num_rows * c.combine_warps - 1) / kCombineWarps + 1;
   cuda_shim::Launch(
       {{static_cast<unsigned>(blocks)}, {32 * kCombineWarps}, CombineSharedBytes(kVectors), seed},
@@ -365,7 +372,12 @@ std::vector<Case> Cases() {
   Case offsets = windows;
   offsets.k_offset = true;
   offsets.global_scales = true;
-  return {edges, windows, split, offsets};
+  offsets.combine_warps = 0;
+  Case merged = split;
+  merged.group = 9;
+  merged.num_slots = 8;
+  merged.combine_warps = 0;
+  return {edges, windows, split, offsets, merged};
 }
 
 template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens = 32>

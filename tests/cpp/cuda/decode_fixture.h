@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "kv/first_seen.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
+#include "turbomind/backend/cuda/runtime/event_timer.h"
 #include "turbomind/backend/cuda/runtime/step_arrays.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/kv/codec.h"
@@ -319,19 +321,26 @@ class TestGpu {
   std::vector<float> RunRecorded(Step step) {
     Upload(&step);
     ClearBytes(out_.data(), layer_.out_size() * sizeof(float), stream_);
-    graphs_->Run(
-        arrays_->shape(),
-        [&] {
-          return int64_t{arrays_->generation()} + planner_->generation() + workspace_.generation();
-        },
-        [&] { RunOp(step); });
+    time_ = EventTimer(stream_).Time([&] {
+      graphs_->Run(
+          arrays_->shape(),
+          [&] {
+            return int64_t{arrays_->generation()} + planner_->generation() +
+                   workspace_.generation();
+          },
+          [&] { RunOp(step); });
+    });
     return Output(step);
   }
 
   const StepGraphs& graphs() const { return *graphs_; }
-  const DecodePlanner& planner() const { return *planner_; }
+  DecodePlanner& planner() { return *planner_; }
   Context& context() { return context_; }
   int num_ops() const { return num_ops_; }
+  // Return the launches of the last recorded step, or nothing on a GPU, which does not count them.
+  std::optional<int> num_launches() const {
+    return context_.gpu.name == "shim" ? std::optional(static_cast<int>(time_)) : std::nullopt;
+  }
 
  private:
   Stream stream_;
@@ -353,6 +362,7 @@ class TestGpu {
   std::unique_ptr<DecodePlanner> planner_;
   std::unique_ptr<StepGraphs> graphs_;
   int num_ops_ = 0;
+  double time_ = 0;  // of the last recorded step: on the shim, its launches
 };
 
 inline std::vector<float> OnCpu(const Layer& layer, const Step& step) {

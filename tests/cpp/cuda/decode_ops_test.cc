@@ -187,6 +187,52 @@ TEST_CASE("a recorded step stays correct for other contexts and tables" *
   CHECK(gpu.num_ops() == 5);  // the first step grew buffers that the graphs' addresses depend on
 }
 
+TEST_CASE("the block that ends last merges one or both pools, also in recorded steps" *
+          doctest::test_suite("small")) {
+  for (const bool has_window16 : {false, true}) {
+    Case c = {.k = kFp4Nv, .v = kFp4Nv, .head_dim = 128, .kv_heads = 2, .group = 9};
+    c.window16 = has_window16 ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
+    c.block_seq_len = 32;
+    c.sinks = c.mean = true;
+    c.max_context = 1500;
+    const Layer layer(c);
+    TestGpu gpu(layer, 3);
+    const LayerRule rule = LayerRule::Of(0, layer.rule);
+    gpu.planner().Use({rule, layer.q_heads(), c.kv_heads, 1}, {.slots_per_sm = 5, .waves = 2});
+    gpu.planner().Use({rule, layer.q_heads(), c.kv_heads, 2},
+                      {.slots_per_sm = 5, .waves = 2, .last_merges = true});
+    const int num_pools = has_window16 ? 2 : 1;
+    for (const std::vector<int32_t>& lens :
+         {std::vector<int32_t>{1400, 600}, {1401, 601}, {1402, 1}, {1403, 1500}}) {
+      const Step step(layer, lens, {0, 1});
+      CheckClose(layer, step, gpu.RunRecorded(step));
+      CHECK(gpu.num_launches().value_or(num_pools) == num_pools);
+    }
+    CHECK(gpu.graphs().num_replayed() > 0);
+    const Step one(layer, {1400}, {2});
+    CheckClose(layer, one, gpu.RunRecorded(one));
+    CHECK(gpu.num_launches().value_or(num_pools + 1) == num_pools + 1);
+  }
+}
+
+TEST_CASE("every schedule gives the same results up to rounding") {
+  Case c = {.k = kInt8, .v = kInt4, .kv_heads = 1, .group = 5, .window = 900};
+  c.max_context = 1200;
+  const Layer layer(c);
+  TestGpu gpu(layer, 2);
+  const Step step(layer, {1200, 77, 1}, {0, 1, 2});
+  for (const int slots : {1, 4, 7}) {
+    for (const int waves : {1, 2, 4}) {
+      for (const bool last_merges : {false, true}) {
+        const int before = gpu.planner().generation();
+        gpu.planner().Use({{.window = 900}, 5, 1, 1}, {slots, waves, last_merges});
+        CHECK(gpu.planner().generation() > before);
+        CheckClose(layer, step, gpu.Run(step));
+      }
+    }
+  }
+}
+
 TEST_CASE("plans keep their addresses until they must grow") {
   Case c = {.group = 1};
   c.max_seqs = 40;

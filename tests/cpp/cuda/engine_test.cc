@@ -15,6 +15,7 @@
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
 #include "turbomind/backend/cuda/cuda_device.h"
+#include "turbomind/engine/memory_plan.h"
 #include "turbomind/model/layers_to_tune.h"
 
 namespace turbomind {
@@ -57,6 +58,7 @@ Outputs RunOn(std::shared_ptr<Device> device, const Setting& setting,
   auto weights = testing::TinyWeights(setting.model, *device, setting.options);
   if (tuned_rows > 0) {
     device->Tune({.layers = LayersToTune(*weights, tuned_rows, tuned_rows),
+                  .attention = AttentionToTuneOf(setting.model, setting.config),
                   .saved = {},
                   .max_seconds = 1e9});
   }

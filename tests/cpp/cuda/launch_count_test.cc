@@ -12,6 +12,7 @@
 #include "engine/tiny_model.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/runtime/event_timer.h"
+#include "turbomind/engine/memory_plan.h"
 #include "turbomind/model/layers_to_tune.h"
 
 namespace turbomind {
@@ -45,9 +46,13 @@ class LaunchCounter final : public testing::ForwardingDevice {
 int CountStep(const ModelConfig& model, EngineConfig config, int batch, bool tuned) {
   const auto device = std::make_shared<LaunchCounter>();
   config.check_integrity = false;
+  config.max_batch_size = batch;
   auto weights = testing::TinyWeights(model, *device, {.quantized = true, .alternates = false});
   if (tuned) {
-    device->Tune({.layers = LayersToTune(*weights, 1, 1), .saved = {}, .max_seconds = 1e9});
+    device->Tune({.layers = LayersToTune(*weights, 1, 1),
+                  .attention = AttentionToTuneOf(model, config),
+                  .saved = {},
+                  .max_seconds = 1e9});
   }
   Engine engine(model, config, std::move(weights), device, int64_t{1} << 30);
   for (int i = 0; i < batch; ++i) {
@@ -79,30 +84,30 @@ int CountPerLayer(ModelConfig model, const EngineConfig& config, bool tuned) {
 
 bool CountsLaunches() { return cuda::PropertiesOf(0).name == "shim"; }
 
-TEST_CASE("a dense layer takes at most 7 launches, and 8 with a 16-bit window") {
+TEST_CASE("a dense layer takes at most 6 launches, and 7 with a 16-bit window") {
   if (!CountsLaunches()) {
     return;
   }
   EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
   CHECK(CountPerLayer(testing::TinyConfig(), config, false) == 10);
-  CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 7);
+  CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 6);
   config.kv_quality.window16 = {64, 64};
   config.cache_block_seq_len = 64;
   CHECK(CountPerLayer(testing::TinyConfig(), config, false) == 11);
-  CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 8);
+  CHECK(CountPerLayer(testing::TinyConfig(), config, true) == 7);
 }
 
-TEST_CASE("a layer of experts takes at most 10 launches, and 11 with a 16-bit window") {
+TEST_CASE("a layer of experts takes at most 9 launches, and 10 with a 16-bit window") {
   if (!CountsLaunches()) {
     return;
   }
   EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Mx);
   CHECK(CountPerLayer(testing::TinyGptOss(), config, false) == 13);
-  CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 10);
+  CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 9);
   config.kv_quality.window16 = {64, 64};
   config.cache_block_seq_len = 64;
   CHECK(CountPerLayer(testing::TinyGptOss(), config, false) == 14);
-  CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 11);
+  CHECK(CountPerLayer(testing::TinyGptOss(), config, true) == 10);
 }
 
 }  // namespace

@@ -180,6 +180,14 @@ GpuProperties PropertiesOf(int) {
           .shared_bytes_per_block = 227 << 10};
 }
 
+// As on an H100, but for registers, which the shim does not know.
+int BlocksPerSm(const void*, int threads, size_t shared_bytes) {
+  constexpr size_t kSharedPerSm = 228 << 10;
+  constexpr size_t kSystemShared = 1 << 10;  // of each block
+  return static_cast<int>(
+      std::min(kSharedPerSm / (shared_bytes + kSystemShared), 2048 / static_cast<size_t>(threads)));
+}
+
 thread_local int current_gpu = -1;  // UseGpu was never called
 
 void UseGpu(int gpu) {

@@ -41,7 +41,13 @@ class FakeDevice:
         self.max_rows = 0
 
     def tune(
-        self, models: list[Any], *, saved: list[TunedChoice], max_rows: int, max_seconds: float
+        self,
+        models: list[Any],
+        *,
+        saved: list[TunedChoice],
+        max_rows: int,
+        max_seconds: float,
+        **_attention: Any,
     ) -> Any:
         known = {x.question: x for x in saved}
         choices, measured = [], 0
@@ -205,11 +211,17 @@ def test_engine_on_a_gpu_is_tuned_at_its_first_start(shim: Path, path: Path) -> 
         r"shim, SM 90, driver shim, cuBLASLt 130102, kernels \S+ [0-9a-f]{12}", stored["machine"]
     )
     questions = [row["question"] for row in stored["choices"]]
+    count = len(questions)
+    if "; 1 not measured" not in lines[1]:  # the machine may be too slow for the last question
+        assert re.fullmatch(
+            r"decode attention, K none V none \w+, head_dim \d+, 4 heads over 2, blocks of 64, "
+            "from 1 sequence",
+            questions.pop(),
+        )
     assert len(set(questions)) == len(questions) == 2 * 5 + 1  # and one about launches
     assert questions.pop() == "a chain of launches, 1 row"
     layer = r"(norm, )?bf16 [0-9+]+ x \d+(, gate)?, [12] rows?"
     assert all(re.fullmatch(layer, text) for text in questions)
-    count = len(questions) + 1
     assert re.fullmatch(
         rf"tuner of GPU 0: {path}, {count} choices, 0.0 days old", run(CHECK_ENV, shim)
     )

@@ -21,6 +21,7 @@
 #include "turbomind/backend/cuda/runtime/used_gpu.h"
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
 #include "turbomind/backend/cuda/transfer/row_transfer.h"
+#include "turbomind/backend/cuda/tuner/decode_tuning.h"
 #include "turbomind/backend/cuda/tuner/overlap_tuning.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
@@ -334,12 +335,18 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   };
+  const double begin = seconds();
   TuningResult result = TuneLinear(context_, linear_, params, {time, seconds});
   if (!params.layers.empty()) {
     TuneOverlap(
         context_, params.saved,
         [&](const char*, FunctionRef<void()> work) { return timer.Time(work); }, &result);
   }
+  const auto time_decode = [&](const std::string&, const std::string&, FunctionRef<void()> work) {
+    return timer.Time(work);
+  };
+  TuneDecode(context_, planner_, params, {time_decode, seconds, begin + params.max_seconds},
+             &result);
   const std::string library = std::to_string(linear_.library_version());
   result.machine = properties_.name + ", SM " + std::to_string(properties_.sm) + ", driver " +
                    properties_.driver + ", cuBLASLt " + library + ", kernels " + kernels_;

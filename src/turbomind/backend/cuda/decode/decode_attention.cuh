@@ -5,8 +5,8 @@
 // A block owns one item (a range of positions of one sequence, cut by decode_plan.h), one KV head
 // and up to kHeads of its query heads. Its warps take turns with tiles of kTileTokens positions.
 // Each warp has its own ring of kStages stages, filled by cp.async, and its own online softmax. At
-// the end the warps are merged into one partial result per query head. CombineKernel merges these
-// over the items of a sequence.
+// the end the warps are merged into one partial result per query head. The block that ends last
+// merges these over the items of a sequence (DecodeParams::arrivals), or CombineKernel does.
 //
 // Bytes moved: every byte of payload, parameters and scales of the range, once per KV head and
 // kHeads query heads, 16 bytes at a time. Bound: memory, with at most about 3 instructions per FP4
@@ -384,7 +384,8 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   for (int n = 0; n < C::kHeadTiles; ++n) {
     LoadQuery<C>(task, n * kHeadTile, &query[n]);
   }
-  const float score_scale = p.softmax_scale * kLog2E * Fragments<C::kKeyFormat, C::kType>::kUnit *
+  const float score_scale = p.merge.softmax_scale * kLog2E *
+                            Fragments<C::kKeyFormat, C::kType>::kUnit *
                             HeadScale(p.kv.global_scale[0], task.kv_head);
   const float scale = p.score_cap != 0.f ? 1.f : score_scale;
   int stage = 0;
@@ -485,17 +486,64 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
       l += weight[w] * LoadShared<float>(ml + 1);
     }
     const int64_t result =
-        static_cast<int64_t>(task.item.partial) * p.q_heads + task.first_head + head;
+        static_cast<int64_t>(task.item.partial) * p.merge.q_heads + task.first_head + head;
     for (int d = at.lane; d < D; d += 32) {
       float o = 0.f;
       for (int w = 0; w < C::kWarps; ++w) {
         o += weight[w] * LoadShared<float>(merged_o + (w * C::kHeads + head) * C::kMergeStride + d);
       }
-      StoreGlobal(p.partial_o + result * D + d, o * factor);
+      StoreGlobal(p.merge.partial_o + result * D + d, o * factor);
     }
     if (at.lane == 0) {
-      StoreGlobal(p.partial_ml + 2 * result, m);
-      StoreGlobal(p.partial_ml + 2 * result + 1, l);
+      StoreGlobal(p.merge.partial_ml + 2 * result, m);
+      StoreGlobal(p.merge.partial_ml + 2 * result + 1, l);
+    }
+  }
+}
+
+// Note that the item is stored. Return the head tiles of the block, one per bit, whose items are
+// now all stored and can be read.
+template <class C>
+TM_DEVICE int CompletedTiles(const DecodeTask<C>& task, int tiles) {
+  const MergeParams& merge = task.params.merge;
+  const int32_t* first = merge.first_partial + task.item.sequence;
+  const int count = LoadGlobal(first + 1) - LoadGlobal(first);
+  SyncBlock();  // the stores of all threads are before the fence
+  if (ThreadIndexX() == 0) {
+    const int group = merge.q_heads / task.params.kv.kv_heads;
+    const int first_tile = (task.first_head - task.kv_head * group) / kHeadTile;
+    int32_t* arrivals = task.params.arrivals +
+                        (task.item.sequence * task.params.kv.kv_heads + task.kv_head) *
+                            static_cast<int64_t>(HeadTiles(group)) +
+                        first_tile;
+    int completed = 0;
+    FenceGlobal();
+#pragma unroll 1
+    for (int n = 0; n < tiles; ++n) {
+      if (AddGlobal(arrivals + n, 1) == count - 1) {
+        StoreGlobal(arrivals + n, 0);
+        completed |= 1 << n;
+      }
+    }
+    FenceGlobal();
+    StoreShared(SharedMemory(), completed);
+  }
+  SyncBlock();
+  return LoadShared<int>(SharedMemory());
+}
+
+// Merge the rows of this block's heads that have no other items left.
+template <class C>
+TM_DEVICE void MergeCompleted(const DecodeTask<C>& task) {
+  constexpr int kVectors = MergeVectors(C::kHeadDim);
+  const MergeParams& merge = task.params.merge;
+  const int completed = CompletedTiles<C>(task, HeadTiles(task.num_heads));
+#pragma unroll 1
+  for (int head = task.at.warp; head < task.num_heads; head += C::kWarps) {
+    if ((completed >> head / kHeadTile & 1) != 0) {
+      const MergeRow row = {task.item.sequence, task.first_head + head};
+      FinishRow<kVectors>(merge, row, task.at.lane,
+                          AddPartials<kVectors, kMergeAhead>(merge, row, {}, task.at.lane));
     }
   }
 }
@@ -511,7 +559,7 @@ __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
   }
   const int lane = ThreadIndexX() & 31;
   const int warp = WarpIndex();
-  const int group = params.q_heads / params.kv.kv_heads;
+  const int group = params.merge.q_heads / params.kv.kv_heads;
   const int head_tiles = (group + C::kHeads - 1) / C::kHeads;
   const int kv_head = BlockIndexX() / head_tiles;
   const int first = BlockIndexX() % head_tiles * C::kHeads;
@@ -531,6 +579,9 @@ __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
   ReadItem<C>(task, state);
   SyncBlock();  // the merge reuses the shared memory of the rings
   MergeWarps<C>(task, state);
+  if (params.arrivals != nullptr) {
+    MergeCompleted<C>(task);
+  }
 }
 
 }  // namespace turbomind::cuda

@@ -26,7 +26,7 @@ TM_DEVICE void AddWaves(const DecodeTask<C>& task, int position, float unit,
   const int n = 2 * bias.num_pairs;
   const float* amplitudes =
       task.params.amplitudes +
-      (task.item.sequence * static_cast<int64_t>(task.params.q_heads) + task.first_head) * n;
+      (task.item.sequence * static_cast<int64_t>(task.params.merge.q_heads) + task.first_head) * n;
   const int32_t* waves_of = bias.waves_of + task.kv_head * bias.num_pairs;
   const float* waves = bias.waves + position + task.at.g;
   int offsets[kMaxFastPairs / kWavePairs];  // loaded together, because every wave waits for one

@@ -13,8 +13,6 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kAlignment = 256;
-// Blocks per SM that plans assume. An SM runs them all at once or in two rounds (ChooseTile).
-constexpr int kSlotsPerSm = 4;
 
 // Return the number of blocks that read one item if each has `heads` query heads.
 int BlocksPerItem(int kv_heads, int q_heads, int heads) {
@@ -39,33 +37,59 @@ size_t Put(const std::vector<T>& from, int64_t size, std::byte* to) {
   return Aligned(static_cast<size_t>(size) * sizeof(T));
 }
 
+// Return the number of DecodeParams::arrivals.
+int64_t NumArrivals(const DecodePlanner::Plan& plan, int num_seqs) {
+  return plan.schedule.last_merges
+             ? int64_t{num_seqs} * BlocksPerItem(plan.kv_heads, plan.q_heads, kHeadTile)
+             : 0;
+}
+
 size_t BytesOf(const DecodePlanner::Plan& plan, int num_seqs) {
   const auto bytes = [](int64_t size, size_t of) {
     return Aligned(static_cast<size_t>(size) * of);
   };
   return bytes(num_seqs + 1, sizeof(int32_t)) + bytes(plan.num_quantized, sizeof(DecodeItem)) +
-         bytes(plan.num_window16, sizeof(DecodeItem));
-}
-
-LayerRule RuleOf(int window, const PrecisionWindow& window16) {
-  return {window, window16.enabled() ? window16 : PrecisionWindow{}};
+         bytes(plan.num_window16, sizeof(DecodeItem)) +
+         bytes(NumArrivals(plan, num_seqs), sizeof(int32_t));
 }
 
 }  // namespace
 
 DecodePlanner::DecodePlanner(const Context& context) : context_(context), bytes_(context.stream) {}
 
+void DecodePlanner::Use(const DecodeUse& use, const DecodeSchedule& schedule) {
+  std::erase_if(schedules_, [&](const auto& known) { return known.first == use; });
+  schedules_.emplace_back(use, schedule);
+  ++num_changes_;
+}
+
+DecodeSchedule DecodePlanner::ScheduleOf(const StepGroup& group, int q_heads) const {
+  DecodeUse wanted = {LayerRule::Of(group.window, group.rule), q_heads, group.kv_heads, 0};
+  DecodeSchedule schedule;
+  for (const auto& [use, known] : schedules_) {
+    const int best = wanted.min_seqs;
+    wanted.min_seqs = use.min_seqs;
+    if (use == wanted && use.min_seqs > best && use.min_seqs <= num_seqs_) {
+      schedule = known;
+    } else {
+      wanted.min_seqs = best;
+    }
+  }
+  return schedule;
+}
+
 DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) const {
   Check(q_heads > 0 && group.kv_heads > 0 && q_heads % group.kv_heads == 0,
         "q_heads must be a positive multiple of kv_heads");
   Check(group.batch.num_decode == num_seqs_, "the groups of a step must share its sequences");
   Plan plan;
-  plan.rule = RuleOf(group.window, group.rule);
+  plan.rule = LayerRule::Of(group.window, group.rule);
   plan.q_heads = q_heads;
   plan.kv_heads = group.kv_heads;
+  plan.schedule = ScheduleOf(group, q_heads);
   // A block of two head tiles counts as two, because only half as many fit an SM.
-  const int slots =
-      kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
+  const int slots = plan.schedule.slots_per_sm * plan.schedule.waves * context_.gpu.num_sms /
+                    BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
   plan.num_slots = std::max(slots, 1);
   plan.num_quantized = plan.rule.MaxQuantizedItems(num_seqs_, plan.num_slots);
   plan.num_window16 = plan.rule.MaxWindow16Items(num_seqs_, plan.num_slots);
@@ -82,6 +106,11 @@ size_t DecodePlanner::Write(const StepGroup& group, size_t begin, Plan* plan) {
   begin += Put(plan_.quantized(), plan->num_quantized, bytes_.host() + begin);
   plan->window16 = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
   begin += Put(plan_.window16(), plan->num_window16, bytes_.host() + begin);
+  if (plan->schedule.last_merges) {
+    Check(std::ranges::count(context_lens, 0) == 0, "a row without items would not be merged");
+    plan->arrivals = reinterpret_cast<int32_t*>(bytes_.gpu() + begin);
+    begin += Put<int32_t>({}, NumArrivals(*plan, num_seqs_), bytes_.host() + begin);
+  }
   return begin;
 }
 
@@ -107,7 +136,7 @@ void DecodePlanner::Upload(const StepParams& step) {
 
 const DecodePlanner::Plan& DecodePlanner::Find(const AttentionParams& layer) const {
   Check(layer.batch.num_decode == num_seqs_, "the batch must belong to the uploaded step");
-  const LayerRule rule = RuleOf(layer.window, layer.rule);
+  const LayerRule rule = LayerRule::Of(layer.window, layer.rule);
   const auto found = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) {
     return plan.rule == rule && plan.q_heads == layer.q_heads && plan.kv_heads == layer.kv.kv_heads;
   });
@@ -130,7 +159,7 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
     return;
   }
   const DecodeVariant variant =
-      FindDecodeVariant(pool.kv, params.q_heads / pool.kv.kv_heads, context.gpu);
+      FindDecodeVariant(pool.kv, params.merge.q_heads / pool.kv.kv_heads, context.gpu);
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
   Check(pool.kv.block_bytes <= kLimit && pool.kv.scale_block_bytes <= kLimit,
         "a block must be smaller than 2 GiB");
@@ -139,7 +168,7 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
   for (int64_t first = 0; first < pool.num_items; first += kMaxGridY) {
     params.items = pool.items + first;  // items contain the index of their partial result
     Launch(variant.kernel,
-           {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
+           {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.merge.q_heads, variant.heads),
             .grid_y = std::min(pool.num_items - first, kMaxGridY),
             .threads = variant.threads,
             .shared_bytes = variant.shared_bytes},
@@ -163,7 +192,7 @@ void LaunchAmplitudes(const Context& context, const AttentionParams& params, flo
 }
 
 void LaunchCombine(const Context& context, const CombineParams& params) {
-  const int vectors = CombineVectors(params.head_dim);
+  const int vectors = MergeVectors(params.merge.head_dim);
   Launch(vectors == 1 ? &CombineKernel<1> : &CombineKernel<2>,
          {.grid_x = CeilDiv(int64_t{params.num_rows} * params.warps_per_row, kCombineWarps),
           .threads = 32 * kCombineWarps,
@@ -187,15 +216,22 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   auto* partial_o = static_cast<float*>(context.workspace->Get(
       static_cast<size_t>(rows * (head_dim + 2) + num_amplitudes) * sizeof(float)));
   float* partial_ml = partial_o + rows * head_dim;
+  const MergeParams merge = {.partial_o = partial_o,
+                             .partial_ml = partial_ml,
+                             .first_partial = plan.first_partial,
+                             .out = params.out,
+                             .q_heads = params.q_heads,
+                             .head_dim = head_dim,
+                             .softmax_scale = params.softmax_scale,
+                             .sinks = params.sinks,
+                             .q_dot_mean = params.q_dot_mean};
   DecodeParams decode;
   decode.q = params.q;
   decode.q_stride = params.q_stride;
-  decode.q_heads = params.q_heads;
-  decode.softmax_scale = params.softmax_scale;
   decode.score_cap = params.score_cap;
   decode.block_table_stride = batch.block_table_stride;
-  decode.partial_o = partial_o;
-  decode.partial_ml = partial_ml;
+  decode.merge = merge;
+  decode.arrivals = plan.arrivals;
   if (num_amplitudes > 0) {
     decode.fast_bias = params.fast_bias;
     decode.amplitudes = partial_ml + rows * 2;
@@ -204,17 +240,11 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   LaunchItems(context, {params.kv, batch.block_tables, plan.quantized, plan.num_quantized}, decode);
   LaunchItems(context, {params.window16, batch.window16_tables, plan.window16, plan.num_window16},
               decode);
-  LaunchCombine(context, {.partial_o = partial_o,
-                          .partial_ml = partial_ml,
-                          .first_partial = plan.first_partial,
-                          .out = params.out,
-                          .num_rows = batch.num_decode * params.q_heads,
-                          .q_heads = params.q_heads,
-                          .head_dim = head_dim,
-                          .warps_per_row = plan.warps_per_row,
-                          .softmax_scale = params.softmax_scale,
-                          .sinks = params.sinks,
-                          .q_dot_mean = params.q_dot_mean});
+  if (!plan.schedule.last_merges) {
+    LaunchCombine(context, {.merge = merge,
+                            .num_rows = batch.num_decode * params.q_heads,
+                            .warps_per_row = plan.warps_per_row});
+  }
 }
 
 }  // namespace turbomind::cuda

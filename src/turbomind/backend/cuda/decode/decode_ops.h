@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "turbomind/backend/cuda/decode/decode_plan.h"
@@ -12,6 +13,25 @@
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
+
+// How decode attention uses a GPU. The results differ by rounding.
+struct DecodeSchedule {
+  int slots_per_sm = 4;      // blocks that an SM runs at once
+  int waves = 1;             // items per slot. Shorter items begin in the places of those that end.
+  bool last_merges = false;  // the block that ends last merges the results, not CombineKernel
+
+  bool operator==(const DecodeSchedule&) const = default;
+};
+
+// The layers and steps for which a schedule is meant.
+struct DecodeUse {
+  LayerRule rule;
+  int q_heads = 0;
+  int kv_heads = 0;
+  int min_seqs = 1;  // and at most those of the next use of the same layers
+
+  bool operator==(const DecodeUse&) const = default;
+};
 
 // The plans of a step's layer groups (decode_plan.h), on the GPU.
 //
@@ -27,30 +47,36 @@ class DecodePlanner {
   DecodePlanner(const DecodePlanner&) = delete;
   DecodePlanner& operator=(const DecodePlanner&) = delete;
 
+  // Use a schedule from the next Upload on. Recorded graphs are then invalid.
+  void Use(const DecodeUse& use, const DecodeSchedule& schedule);
+
   // Make a step's plans from its arrays on the host and copy them in the order of the stream. Call
   // it before the step's ops or the replay of their graph, never during a recording. Waits until
   // the previous step's copy is done. Throws std::bad_alloc.
   void Upload(const StepParams& step);
   // Changes whenever addresses change. Recorded graphs are then invalid.
-  int generation() const { return bytes_.generation(); }
+  int generation() const { return bytes_.generation() + num_changes_; }
 
   // One group's plan, on the GPU.
   struct Plan {
     LayerRule rule;
     int q_heads = 0;
     int kv_heads = 0;
+    DecodeSchedule schedule;
     int num_slots = 1;
     int64_t num_quantized = 0;  // items, including empty ones
     int64_t num_window16 = 0;
     const int32_t* first_partial = nullptr;  // [num_seqs + 1]
     const DecodeItem* quantized = nullptr;   // [num_quantized]
     const DecodeItem* window16 = nullptr;    // [num_window16]
+    int32_t* arrivals = nullptr;             // DecodeParams; null if CombineKernel merges
     int warps_per_row = 1;                   // for CombineKernel
   };
   // REQUIRES: the layer belongs to a group of the last Upload.
   const Plan& Find(const AttentionParams& layer) const;
 
  private:
+  DecodeSchedule ScheduleOf(const StepGroup& group, int q_heads) const;
   Plan Measure(const StepGroup& group, int q_heads) const;
   // Write a plan at this offset of both buffers and return the offset after it.
   size_t Write(const StepGroup& group, size_t begin, Plan* plan);
@@ -58,6 +84,8 @@ class DecodePlanner {
   const Context& context_;
   MirroredBytes bytes_;
   int num_seqs_ = 0;
+  std::vector<std::pair<DecodeUse, DecodeSchedule>> schedules_;
+  int num_changes_ = 0;      // of schedules
   std::vector<Plan> plans_;  // by group
   AttentionPlan plan_;       // reused for every group
 };
@@ -67,10 +95,10 @@ class DecodePlanner {
 // step.
 //
 // A block of a kernel reads one item for up to 8 or 16 query heads of a KV head. The items of the
-// window use the kernel of the window's format with its pool. CombineKernel merges the
-// results. Matrix products have 16-bit operands and FP32 sums, whatever params.exact says. The
-// split of positions depends on the batch, and so do a row's bits. A deterministic device uses
-// CudaPrefillAttention for all sequences instead.
+// window use the kernel of the window's format with its pool. CombineKernel or the blocks that end
+// last merge the results (DecodeSchedule). Matrix products have 16-bit operands and FP32 sums,
+// whatever params.exact says. The split of positions depends on the batch, and so do a row's bits.
+// A deterministic device uses CudaPrefillAttention for all sequences instead.
 //
 // Throws InvalidArgument if no kernel exists for the layer (decode_variants.h).
 void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,

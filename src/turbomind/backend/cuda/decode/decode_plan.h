@@ -54,9 +54,13 @@ constexpr int64_t MaxItems(int64_t num_ranges, int64_t longest, int num_slots) {
 
 // The positions that a layer's queries see. Layers with the same rule share a plan.
 struct LayerRule {
-  int window = 0;                 // as in kv/sliding_window.h
-  PrecisionWindow window16 = {};  // not enabled: all positions are in the quantized pool
+  int window = 0;  // as in kv/sliding_window.h
+  // Not enabled: all positions are in the quantized pool, and the other members are their defaults.
+  PrecisionWindow window16 = {};
 
+  static LayerRule Of(int window, const PrecisionWindow& window16) {
+    return {window, window16.enabled() ? window16 : PrecisionWindow{}};
+  }
   bool operator==(const LayerRule& other) const;
 
   // Maximum number of items in a plan for this many sequences of any length.

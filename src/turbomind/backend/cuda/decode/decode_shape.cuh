@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "turbomind/backend/cuda/decode/decode_merge.cuh"
 #include "turbomind/backend/cuda/decode/decode_plan.h"
 #include "turbomind/backend/cuda/kv/fragments.cuh"
 #include "turbomind/backend/cuda/runtime/vector_types.cuh"
@@ -20,16 +21,15 @@ namespace turbomind::cuda {
 struct DecodeParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;
-  int q_heads = 0;
-  float softmax_scale = 1.f;
   float score_cap = 0.f;                  // 0: none
   KvLayerView kv;                         // pointers into the device's pools
   const int32_t* block_tables = nullptr;  // [num_seqs, block_table_stride]
   int64_t block_table_stride = 0;
   const DecodeItem* items = nullptr;  // [gridDim.y]
-  // For every partial result and query head: o, not normalized, and (m, l) with m in units of log2.
-  float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
-  float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
+  MergeParams merge;
+  // [num_seqs, tiles of query heads] zeros, which the kernels of the step leave: how many items of
+  // a row are complete. The block that completes a row merges it. Null: CombineKernel merges.
+  int32_t* arrivals = nullptr;
   FastBias fast_bias = {};
   const float* amplitudes = nullptr;  // AmplitudeParams; null without a fast bias
 };
@@ -38,9 +38,11 @@ inline constexpr int kDecodeWarps = 4;  // per block, unless its ring is too lar
 inline constexpr int kHeadTile = 8;     // query heads per matrix product
 inline constexpr int kMaxBlockTokens = 128;
 inline constexpr int kShiftRows = 8;  // tiles of a warp whose K offsets are read together
-inline constexpr float kMinRowMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
-inline constexpr float kLog2E = 1.44269504f;
+inline constexpr int kMergeAhead = 4;  // partials of a row in flight if a block merges it
+
+// Return the tiles of query heads of a KV head.
+TM_HD constexpr int HeadTiles(int group) { return (group + kHeadTile - 1) / kHeadTile; }
 
 // Return cap * tanh(score * scale / cap) in units of log2. `scale` contains log2(e), and `cap` is
 // in units of e.

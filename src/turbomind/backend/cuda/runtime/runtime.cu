@@ -266,15 +266,31 @@ bool LaunchesOverlap(Stream stream) {
   return all.streams.contains(stream);
 }
 
+namespace {
+
+void AllowShared(const void* kernel, size_t shared_bytes) {
+  if (shared_bytes > kSharedByDefault) {
+    Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes)),
+            "setting the shared memory of a kernel");
+  }
+}
+
+}  // namespace
+
+int BlocksPerSm(const void* kernel, int threads, size_t shared_bytes) {
+  AllowShared(kernel, shared_bytes);
+  int count = 0;
+  Require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes),
+          "counting the blocks of an SM");
+  return count;
+}
+
 void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments) {
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
     return;
   }
-  if (shape.shared_bytes > kSharedByDefault) {
-    Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shape.shared_bytes)),
-            "setting the shared memory of a kernel");
-  }
+  AllowShared(kernel, shape.shared_bytes);
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

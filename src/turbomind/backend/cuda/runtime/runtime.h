@@ -73,6 +73,8 @@ void Synchronize(Stream stream);
 // Let the later work of `stream` wait for the work that `other` has. Either may be null, the
 // default stream.
 void WaitForStream(Stream stream, Stream other);
+// Return how many blocks of a kernel an SM runs at once.
+int BlocksPerSm(const void* kernel, int threads, size_t shared_bytes);
 // Copy in the order of the stream. Both addresses may be on the host or the GPU. Host memory must
 // stay valid until the stream is synchronized, because some GPUs read even unpinned memory
 // directly.
