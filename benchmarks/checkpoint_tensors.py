@@ -14,7 +14,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lmdeploy.checkpoint.tensor_plan import as_location, is_in_layer
 from lmdeploy.models.decoder_config import DecoderConfig
 from lmdeploy.models.experts import TensorLocation
-from lmdeploy.models.family import ModelFamily
+from lmdeploy.models.family import ModelFamily, TensorNames
 from lmdeploy.models.tensor_shapes import tensor_shapes
 
 Bytes = npt.NDArray[np.uint8]
@@ -188,6 +188,7 @@ class Layout:
     config: DecoderConfig
     biases: tuple[str, ...]  # the matrices of a dense layer that have one
     matrices: str = "BF16"
+    more_tensors: TensorNames = field(default_factory=dict)  # of this config, in safetensors
 
     @property
     def is_gguf(self) -> bool:
@@ -197,6 +198,8 @@ class Layout:
     def tensors(self) -> list[RandomTensor]:
         """Return all tensors of the file."""
         stored = self.family.gguf_tensors if self.is_gguf else self.family.hf_tensors
+        if not self.is_gguf:
+            stored = {**stored, **self.more_tensors}
         if recurrent := self.family.recurrent:
             own = recurrent.gguf_tensors if self.is_gguf else recurrent.hf_tensors
             stored = {**stored, **own}

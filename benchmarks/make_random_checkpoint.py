@@ -94,7 +94,9 @@ def make_model(name: str, *, layers: int | None, seed: int) -> Model:
     tokenizer = RandomTokenizer.of(architecture, decoder.vocab_size)
     if has_mxfp4(family):
         config.setdefault("quantization_config", {"quant_method": "mxfp4"})
-    return Model(name, config, Layout(family, decoder, family.hf_bias(reader)), tokenizer, seed)
+    more = family.hf_extra_tensors(reader)
+    layout = Layout(family, decoder, family.hf_bias(reader), more_tensors=more)
+    return Model(name, config, layout, tokenizer, seed)
 
 
 def write_folder(model: Model, folder: Path) -> None:
