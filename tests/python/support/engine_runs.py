@@ -45,7 +45,11 @@ class EngineRun:
         changes = ModelChanges(weight_format=weight_format)
         self.model = load_model(path, exact=exact, device=device, progress=False, changes=changes)
         config = _turbomind.EngineConfig()
-        config.kv_format = kv_format
+        if kv_format.startswith("k="):  # as --kv-cache-format
+            sides = [side.split("=")[1] for side in kv_format.split(",")]
+            config.kv_layers = [(sides[0], sides[1])] * self.model.config.num_layers
+        else:
+            config.kv_format = kv_format
         config.kv_rotate_k = rotated
         config.max_batch_size = 4
         config.session_len = session_len
