@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from eval_families import FORMATS, RESULTS, divergence, models
+from eval_families import FORMATS, INT8_ROTARY, RESULTS, divergence, models
 
 from lmdeploy.models import FAMILIES
 
@@ -35,10 +35,18 @@ def test_every_family_has_a_finite_divergence_in_every_format() -> None:
     rows = _rows()
     assert rows.keys() == {family.name for family in FAMILIES} - _NOT_MEASURED
     assert rows.keys() == {family for family, _ in models()}
-    for figures in rows.values():
-        assert tuple(figures) == FORMATS
+    latents = {family.name for family in FAMILIES if family.latent is not None}
+    for name, figures in rows.items():
+        assert tuple(figures) == ((*FORMATS, INT8_ROTARY) if name in latents else FORMATS)
         assert all(math.isfinite(value) and value > 0.0 for value in figures.values())
         assert figures["int8"] < figures["fp8"] < min(figures["int4"], figures["nvfp4"])
+
+
+def test_a_rotary_part_in_8_bits_costs_latents_in_4_bits_little() -> None:
+    found = [figures for figures in _rows().values() if INT8_ROTARY in figures]
+    assert len(found) == 4
+    for figures in found:
+        assert figures[INT8_ROTARY] == pytest.approx(figures["nvfp4"], rel=0.05)
 
 
 def test_families_with_more_than_twice_the_divergence_of_llama_are_named() -> None:
