@@ -162,18 +162,6 @@ void RequireHeadDim(const ModelConfig& model) {
   }
 }
 
-// Checks what the device needs for layers that share K and V, norms of V and per-layer inputs.
-void RequireSharedKv(const ModelConfig& model, const Device& device) {
-  const bool needs =
-      model.SharesKv() || model.norm.v_unit || model.per_layer.exist() || model.moe.beside_dense;
-  if (needs && !device.capability().has_shared_kv) {
-    throw InvalidArgument(
-        "Layers that share K and V, norms of V and per-layer inputs (Gemma 4) are not supported "
-        "on " +
-        device.capability().generation + ". Use --device cpu.");
-  }
-}
-
 }  // namespace
 
 void ValidateEngineConfig(const EngineConfig& config) {
@@ -268,7 +256,6 @@ void RequireKernels(const ModelConfig& model, const EngineConfig& config, const 
         "is not supported on " +
         device.capability().generation + ". Use --device cpu.");
   }
-  RequireSharedKv(model, device);
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
       device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));

@@ -85,8 +85,8 @@ struct WriteKvParams {
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
   const float* q_norm = nullptr;  // [head_dim] or null
   const float* k_norm = nullptr;  // [head_dim] or null
-  const float* v_norm = nullptr;  // [head_dim] or null. REQUIRES: DeviceCapability::has_shared_kv
-  bool only_queries = false;      // same
+  const float* v_norm = nullptr;  // [head_dim] or null
+  bool only_queries = false;
   float norm_eps = 1e-6f;
   const float* rope_cos = nullptr;  // [num_tokens, rope_dim / 2]; null: no RoPE
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
@@ -291,8 +291,8 @@ struct GatedActivationParams {
   bool gated = true;         // REQUIRES for false: not kClampedSwiglu, not interleaved
   // [num_rows] factors of gate and up, or null
   const float* row_scales = nullptr;
-  // If set, row i is multiplied with other + i * other_stride [dim]. REQUIRES: not `gated`, no
-  // row_scales, and DeviceCapability::has_shared_kv.
+  // If set, row i is multiplied with other + i * other_stride [dim]. REQUIRES: not `gated`, and no
+  // row_scales.
   const float* other = nullptr;
   int64_t other_stride = 0;
 };
@@ -378,9 +378,8 @@ struct RouteExpertsParams {
   int top_k = 0;           // 1 to num_experts
   bool normalize = false;  // normalize a token's weights to a sum of 1
   bool sigmoid = false;
-  const float* bias = nullptr;  // [num_experts] or null
-  // [num_experts] factors of the weights, or null. REQUIRES: DeviceCapability::has_shared_kv
-  const float* expert_scale = nullptr;
+  const float* bias = nullptr;          // [num_experts] or null
+  const float* expert_scale = nullptr;  // [num_experts] factors of the weights, or null
   // num_experts is a multiple of num_groups; 1 or at most kMaxExpertGroups. The selected groups
   // have at least top_k experts, and every group has at least two unless there is one.
   int num_groups = 1;

@@ -180,6 +180,7 @@ std::vector<Setting> Settings() {
   const EngineConfig fp4 = testing::TinyEngineConfig(KvCacheMode::kFp4Mx);
   settings.push_back({testing::TinyGptOss(), fp4, kPacked});
   settings.push_back({testing::TinyQwenMoe(), fp4, {}, {3, 9}});
+  settings.push_back({testing::TinyGemma4(), fp4, {.quantized = true, .alternates = false}});
   Setting chunked = {testing::TinyConfig(), fp4, kPacked};
   chunked.config.max_prefill_token_num = 32;
   settings.push_back(chunked);
@@ -208,7 +209,7 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
 TEST_CASE("a tuned engine on a GPU matches the logits of one that is not tuned") {
   for (const ModelConfig& model :
        {testing::TinyConfig(), testing::TinyGptOss(), testing::TinyGemma(), testing::TinyParallel(),
-        testing::TinySigmoidMoe()}) {
+        testing::TinySigmoidMoe(), testing::TinyGemma4()}) {
     CAPTURE(model.moe.num_experts);
     CAPTURE(model.norm.outputs);
     CAPTURE(model.parallel);

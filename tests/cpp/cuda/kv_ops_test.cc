@@ -167,6 +167,9 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
   if (with.norm) {
     step.q_norm = Normals(step.random, n, 1.f);
     step.k_norm = Normals(step.random, n, 1.f);
+    if (seed % 2 == 0) {
+      step.v_norm = Normals(step.random, n, 1.f);
+    }
   }
   if (with.rope_dim > 0) {
     step.rope_dim = with.rope_dim;
@@ -199,6 +202,7 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
         shape.formats = ListedPairs()[seed % ListedPairs().size()];
         shape.window_format = WindowFormat(shape.formats, seed % 2 == 0);
         shape.k_offset = shape.window_offset = seed % 5 < 3;
+        shape.only_queries = seed % 7 == 6;
         CAPTURE(rope_dim);
         CAPTURE(with);
         CheckProcess(MakeStep(shape,

@@ -58,13 +58,14 @@ struct Shape {
   bool k_offset = false;
   bool window_offset = false;
   KvCacheMode window_format = KvCacheMode::kNone;
+  bool only_queries = false;
 };
 
 inline std::string Describe(const Shape& s) {
   return std::string(ToString(s.formats.k)) + " / " + ToString(s.formats.v) + ", " +
          ToString(s.dtype) + ", head_dim " + std::to_string(s.head_dim) + ", global scale " +
-         std::to_string(s.global_scale) + (s.k_offset ? ", K offset" : "") + ", window in " +
-         ToString(s.window_format);
+         std::to_string(s.global_scale) + (s.k_offset ? ", K offset" : "") +
+         (s.only_queries ? ", only queries" : "") + ", window in " + ToString(s.window_format);
 }
 
 // Returns the window's format for a layer. 16-bit keys keep 16 bits.
@@ -108,7 +109,7 @@ inline void MakeFinite(const block::Layout& layout, bool rows, std::vector<std::
 // Everything that an op accesses, in vectors. The pools hold random bytes.
 struct Step {
   explicit Step(const Shape& s, unsigned seed = 1);
-  int kv_all() const { return shape.group * shape.kv_heads + 2 * shape.kv_heads; }
+  int kv_all() const { return (shape.group + (shape.only_queries ? 0 : 2)) * shape.kv_heads; }
 
   Shape shape;
   block::Layout layout;
@@ -126,6 +127,7 @@ struct Step {
   std::vector<float> bias;
   std::vector<float> q_norm;
   std::vector<float> k_norm;
+  std::vector<float> v_norm;
   std::vector<float> rope_cos;
   std::vector<float> rope_sin;
   std::vector<float> k_mean;
@@ -211,6 +213,7 @@ struct Pointers {
   const float* bias;
   const float* q_norm;
   const float* k_norm;
+  const float* v_norm;
   const float* rope_cos;
   const float* rope_sin;
   const float* k_mean;
@@ -242,6 +245,7 @@ inline Pointers CpuPointers(Step& s) {
           OrNull(s.bias),
           OrNull(s.q_norm),
           OrNull(s.k_norm),
+          OrNull(s.v_norm),
           OrNull(s.rope_cos),
           OrNull(s.rope_sin),
           OrNull(s.k_mean),
@@ -270,6 +274,7 @@ struct GpuStep {
         bias(gpu.stream(), s.bias),
         q_norm(gpu.stream(), s.q_norm),
         k_norm(gpu.stream(), s.k_norm),
+        v_norm(gpu.stream(), s.v_norm),
         rope_cos(gpu.stream(), s.rope_cos),
         rope_sin(gpu.stream(), s.rope_sin),
         k_mean(gpu.stream(), s.k_mean),
@@ -294,6 +299,7 @@ struct GpuStep {
             bias.data(),
             q_norm.data(),
             k_norm.data(),
+            v_norm.data(),
             rope_cos.data(),
             rope_sin.data(),
             k_mean.data(),
@@ -308,7 +314,7 @@ struct GpuStep {
   GpuArray<std::byte> data, scales, window16_data;
   GpuArray<float> g0, g1;
   GpuArray<int32_t> cu_seqlens, contexts, positions, tables, window16_tables;
-  GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, k_base, block_cos,
+  GpuArray<float> qkv, bias, q_norm, k_norm, v_norm, rope_cos, rope_sin, k_mean, k_base, block_cos,
       block_sin, q_dot_mean;
   GpuArray<int64_t> num_nonfinite, num_clipped;
   GpuArray<PendingQuantization> blocks_to_quantize;
@@ -348,6 +354,8 @@ inline WriteKvParams ProcessParams(const Step& s, const Pointers& p) {
   params.bias = p.bias;
   params.q_norm = p.q_norm;
   params.k_norm = p.k_norm;
+  params.v_norm = p.v_norm;
+  params.only_queries = s.shape.only_queries;
   params.rope_cos = p.rope_cos;
   params.rope_sin = p.rope_sin;
   params.rope_dim = s.rope_dim;

@@ -344,14 +344,16 @@ inline std::vector<float> Gates(const GatedActivationParams& p) {
 
 inline std::vector<Exact> ActivateAll(const GatedActivationParams& p,
                                       const std::vector<float>& gates,
-                                      const std::vector<float>& scales, double relative) {
+                                      const std::vector<float>& scales,
+                                      const std::vector<float>& others, double relative) {
   std::vector<Exact> exact;
   for (int row = 0; row < p.num_rows; ++row) {
     const float* values = gates.data() + int64_t{row} * (p.gated ? 2 : 1) * p.dim;
     const float scale = scales.empty() ? 1.f : scales[static_cast<size_t>(row)];
     for (int i = 0; i < p.dim; ++i) {
       const float gate = values[p.interleaved ? 2 * i : i] * scale;
-      const float up = p.gated ? values[p.interleaved ? 2 * i + 1 : p.dim + i] * scale : 1.f;
+      float up = p.gated ? values[p.interleaved ? 2 * i + 1 : p.dim + i] * scale : 1.f;
+      up = others.empty() ? up : others[static_cast<size_t>(row * p.other_stride + i)];
       exact.push_back(Activate(p, gate, up, relative));
     }
   }
@@ -363,18 +365,20 @@ TEST_CASE_FIXTURE(DeviceSuite,
   using enum Activation;
   for (const Activation activation : {kSilu, kGeluTanh, kClampedSwiglu, kGelu, kRelu2}) {
     for (const int dim : {1, 7, 64, 1001, 1028, 1030}) {
-      for (const int form : {0, 1, 2}) {  // gates then ups, interleaved, no gate
+      for (const int form : {0, 1, 2, 3}) {  // gates then ups, interleaved, no gate, other array
         GatedActivationParams p = {.num_rows = dim == 1001 ? 21 : 3,
                                    .dim = dim,
                                    .activation = activation,
                                    .interleaved = form == 1,
                                    .gated = form < 2};
-        if (form == 2 && activation == kClampedSwiglu) {
+        if (form >= 2 && activation == kClampedSwiglu) {
           continue;
         }
+        p.other_stride = form == 3 ? dim + dim % 3 : 0;
         const std::vector<float> gates = Gates(p);
         const std::vector<float> scales =
-            dim % 2 == 0 ? std::vector{1.f, 0.3f, 0.8f} : std::vector<float>();
+            dim % 2 == 0 && form < 3 ? std::vector{1.f, 0.3f, 0.8f} : std::vector<float>();
+        const std::vector<float> others = Normal(p.num_rows * p.other_stride, 6, 2.f);
         CAPTURE(static_cast<int>(activation));
         CAPTURE(dim);
         CAPTURE(form);
@@ -383,14 +387,16 @@ TEST_CASE_FIXTURE(DeviceSuite,
             const auto size = static_cast<size_t>(p.num_rows * dim);
             const DeviceArray<float> from(device, gates, offset);
             const DeviceArray<float> by(device, scales);
+            const DeviceArray<float> with(device, others);
             const DeviceArray<float> to(device, std::vector<float>(size, 7.f), offset);
             p.gate_up = from.data();
             p.row_scales = by.data();
+            p.other = with.data();
             p.out = to.data();
             device.GatedActivation(p);
             return to.Read();
           });
-          CheckNear(got, ActivateAll(p, gates, scales, relative()));
+          CheckNear(got, ActivateAll(p, gates, scales, others, relative()));
         }
       }
     }

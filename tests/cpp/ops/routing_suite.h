@@ -104,7 +104,8 @@ inline std::vector<Exact> RouteToken(const RouteExpertsParams& p, const float* l
 
 // Routes on all devices, checks the result and returns the ids.
 inline Ids CheckRoutes(const DeviceSuite& suite, RouteExpertsParams p,
-                       const std::vector<float>& logits, const std::vector<float>& bias = {}) {
+                       const std::vector<float>& logits, const std::vector<float>& bias = {},
+                       const std::vector<float>& factors = {}) {
   p.num_tokens = static_cast<int>(logits.size()) / p.num_experts;
   CAPTURE(p.num_experts);
   CAPTURE(p.top_k);
@@ -115,12 +116,14 @@ inline Ids CheckRoutes(const DeviceSuite& suite, RouteExpertsParams p,
     const auto size = static_cast<size_t>(p.num_tokens * p.top_k);
     const DeviceArray<float> from(device, logits);
     const DeviceArray<float> plus(device, bias);
+    const DeviceArray<float> times(device, factors);
     const DeviceArray<int32_t> ids(device, Ids(size, -1));
     const DeviceArray<float> weights(device, std::vector<float>(size, 7.f));
     p.logits = from.data();
     p.ids = ids.data();
     p.weights = weights.data();
     p.bias = plus.data();
+    p.expert_scale = times.data();
     device.RouteExperts(p);
     return Routes{ids.Read(), weights.Read()};
   });
@@ -130,6 +133,12 @@ inline Ids CheckRoutes(const DeviceSuite& suite, RouteExpertsParams p,
     Ids own;
     std::ranges::copy(RouteToken(p, logits.data() + at, bias, suite.relative(), own),
                       std::back_inserter(weights));
+    for (size_t i = 0; i < own.size() && !factors.empty(); ++i) {
+      Exact& weight = *(weights.end() - std::ssize(own) + static_cast<std::ptrdiff_t>(i));
+      const double factor = factors[static_cast<size_t>(own[i])];
+      weight = {weight.value * factor, weight.error * std::abs(factor) +
+                                           suite.relative() * std::abs(weight.value * factor)};
+    }
     ids.insert(ids.end(), own.begin(), own.end());
   }
   CHECK(got.ids == ids);
@@ -160,6 +169,18 @@ TEST_CASE_FIXTURE(DeviceSuite, "routing with ties, NaN and infinities, of any nu
                       logits);
         }
       }
+    }
+  }
+}
+
+TEST_CASE_FIXTURE(DeviceSuite, "experts have factors of their weights") {
+  const std::vector<float> logits = RandomVector(int64_t{7} * 40, 8);
+  const std::vector<float> factors = RandomVector(40, 9);
+  for (const bool normalize : {false, true}) {
+    for (const bool sigmoid : {false, true}) {
+      CheckRoutes(*this,
+                  {.num_experts = 40, .top_k = 5, .normalize = normalize, .sigmoid = sigmoid},
+                  logits, {}, factors);
     }
   }
 }

@@ -78,7 +78,6 @@ class CpuDevice final : public Device {
     capability.has_all_formats = true;
     capability.has_recurrent_layers = true;
     capability.has_latent_attention = true;
-    capability.has_shared_kv = true;
     return capability;
   }
 

@@ -169,7 +169,8 @@ __global__ void __launch_bounds__(kGateThreads) GatedActivationKernel(GatedActiv
   const int first = p.interleaved ? 2 * at : at;
   const int second = p.interleaved ? first + kWidth : (p.gated ? p.dim : 0) + at;
   const auto a = LoadFloats<kWidth>(row + first);
-  const auto b = LoadFloats<kWidth>(row + second);
+  const float* other = p.other + static_cast<int64_t>(BlockIndexX()) * p.other_stride + at;
+  const auto b = LoadFloats<kWidth>(p.other != nullptr ? other : row + second);
   const float scale = p.row_scales != nullptr ? LoadGlobal(p.row_scales + BlockIndexX()) : 1.f;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kGateThreads) GatedActivationKernel(GatedActiv
       gate = half.v[2 * j % kWidth];
       up = half.v[(2 * j + 1) % kWidth];
     }
-    out.v[j] = ActivateGate(p, MulRounded(gate, scale), p.gated ? MulRounded(up, scale) : 1.f);
+    const float factor = p.other != nullptr ? up : 1.f;
+    out.v[j] = ActivateGate(p, MulRounded(gate, scale), p.gated ? MulRounded(up, scale) : factor);
   }
   StoreFloats(p.out + static_cast<int64_t>(BlockIndexX()) * p.dim + at, out);
 }

@@ -64,7 +64,8 @@ void CudaSoftCap(const Context& ctx, const SoftCapParams& params) {
 }
 
 void CudaGatedActivation(const Context& ctx, const GatedActivationParams& params) {
-  const bool wide = HasWideRows(params.dim, {params.gate_up, params.out});
+  const bool wide = HasWideRows(params.dim, {params.gate_up, params.out, params.other}) &&
+                    params.other_stride % 4 == 0;
   const LaunchShape shape = {.grid_x = params.num_rows,
                              .grid_y = CeilDiv(params.dim, kGateThreads * (wide ? 4 : 1)),
                              .threads = kGateThreads};

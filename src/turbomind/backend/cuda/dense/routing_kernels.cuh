@@ -130,7 +130,9 @@ TM_DEVICE void RouteToken(const RouteExpertsParams& p, int64_t token) {
     if (chosen) {
       const int64_t at = out + CountOnes(all & ((1u << lane) - 1));
       StoreGlobal(p.ids + at, expert);
-      StoreGlobal(p.weights + at, (p.sigmoid ? Sigmoid(logit) : expf(logit - highest)) / sum);
+      const float weight = (p.sigmoid ? Sigmoid(logit) : expf(logit - highest)) / sum;
+      const float factor = p.expert_scale != nullptr ? LoadGlobal(p.expert_scale + expert) : 1.f;
+      StoreGlobal(p.weights + at, MulRounded(weight, factor));
     }
     out += CountOnes(all);
   }

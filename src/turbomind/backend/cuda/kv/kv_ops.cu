@@ -46,7 +46,7 @@ void CudaWriteKv(const Context& context, const WriteKvParams& params) {
     WriteKvLaunch launch;
     launch.op = params;
     launch.q_blocks = blocks(params.q_heads);
-    launch.kv_blocks = blocks(params.kv.kv_heads);
+    launch.kv_blocks = params.only_queries ? 0 : blocks(params.kv.kv_heads);
     if (params.rotate) {
       launch.rotation_size = RotationSize(params.kv.head_dim);
       launch.rotation_norm =

@@ -110,7 +110,7 @@ struct ProcessRow {
 
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Load() {
-  const int all = op().q_heads + 2 * op().kv.kv_heads;
+  const int all = op().q_heads + (op().only_queries ? 0 : 2 * op().kv.kv_heads);
   row = op().qkv + (static_cast<int64_t>(token) * all + head_of_all()) * op().kv.head_dim;
 #pragma unroll
   for (float& value : x) {
@@ -442,9 +442,12 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
     if (kind == RowKind::kK && op.k_base != nullptr) {
       row.template SubtractOffset<T>();
     }
+  } else if (op.v_norm != nullptr) {
+    const int64_t first = static_cast<int64_t>(row.head_of_all()) * op.kv.head_dim;
+    row.Norm(op.v_norm, op.bias != nullptr ? op.bias + first : nullptr);
   }
   SyncWarp();  // all lanes have finished reading the row
-  if (kind != RowKind::kV || op.bias != nullptr) {
+  if (kind != RowKind::kV || op.bias != nullptr || op.v_norm != nullptr) {
     row.Store();
   }
   if (kind == RowKind::kQ) {
