@@ -366,12 +366,6 @@ TEST_CASE("layers that read the K and V of others take no bytes") {
   CHECK(none.bytes_per_token == 2 * 2 * (512 + 4 * 256));
 }
 
-TEST_CASE("a device without the ops of shared K and V refuses the model by name") {
-  const testing::NullDevice null;
-  CHECK_THROWS_WITH_AS(RequireKernels(SharedModel(true), Config(KvCacheMode::kNone), null),
-                       doctest::Contains("Layers that share K and V"), InvalidArgument);
-}
-
 TEST_CASE("sources of K and V must be earlier layers with the same heads and window") {
   const auto refuses = [](std::vector<int> sources, const char* message) {
     ModelConfig model = SharedModel(true);
