@@ -512,6 +512,18 @@ void CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params
   CudaGatedActivation(ctx, params.activation);
 }
 
+void CudaLinear::HeadLinear(const Context& ctx, const HeadLinearParams& params) {
+  for (int head = 0; head < params.num_heads; ++head) {
+    Linear(ctx, {.x = params.x + head * params.x_head_stride,
+                 .x_stride = params.x_stride,
+                 .parts = params.heads + head,
+                 .num_parts = 1,
+                 .y = params.y + head * params.y_head_stride,
+                 .y_stride = params.y_stride,
+                 .num_rows = params.num_rows});
+  }
+}
+
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
   const auto& table = static_cast<const CudaMatrix&>(*params.table);
   const EmbedKernelParams kernel = {table.data(), params.ids,

@@ -13,6 +13,7 @@
 #include "turbomind/backend/cuda/linear/linear_shape.cuh"
 #include "turbomind/backend/cuda/linear/linear_wide.h"
 #include "turbomind/backend/cuda/runtime/context.h"
+#include "turbomind/ops/latent_params.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
@@ -42,6 +43,8 @@ class CudaLinear {
   void GroupedLinear(const Context& ctx, const GroupedLinearParams& params);
 
   void GroupedGate(const Context& ctx, const GroupedGateParams& params);
+
+  void HeadLinear(const Context& ctx, const HeadLinearParams& params);
 
   void Embed(const Context& ctx, const EmbedParams& params);
 
