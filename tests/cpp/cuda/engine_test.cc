@@ -201,6 +201,42 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
   CHECK(num_tokens_sent == static_cast<int>(Settings().size()) - 3);
 }
 
+std::vector<Setting> LatentSettings() {
+  std::vector<Setting> settings;
+  for (const ModelConfig& model : {testing::TinyDeepSeek(), testing::TinyGlm()}) {
+    for (const KvCacheMode format :
+         {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3, KvCacheMode::kInt4,
+          KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+      settings.push_back({model, testing::TinyEngineConfig(format), {.quantized = true}});
+    }
+  }
+  Setting window16 = {testing::TinyGlm(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
+                      {.quantized = true}};
+  window16.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
+  window16.prompts = {210, 3, 140};
+  settings.push_back(window16);
+  Setting rotary = window16;
+  rotary.config.kv_layers = {{KvCacheMode::kInt8, KvCacheMode::kFp4Mx},
+                             {KvCacheMode::kNone, KvCacheMode::kInt4}};
+  rotary.config.kv_quality.window_format = KvCacheMode::kInt8;
+  settings.push_back(rotary);
+  return settings;
+}
+
+TEST_CASE("latents: an engine on a GPU matches the logits of one on a CPU") {
+  for (const Setting& setting : LatentSettings()) {
+    CAPTURE(std::string(ToString(setting.config.kv_format)));
+    CAPTURE(setting.model.num_heads);
+    CAPTURE(setting.prompts[0]);
+    const auto requests = Requests(setting);
+    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+    const Outputs plain = RunPlain(setting);
+    const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
+    CheckAlike(got, want, kMaxError + FormatError(want, plain));
+    CheckStored(got, want, plain);
+  }
+}
+
 // The stand-in's clock counts launches, so its tuner chooses the fused kernels, which round at
 // other places.
 TEST_CASE("a tuned engine on a GPU matches the logits of one that is not tuned") {
@@ -262,6 +298,34 @@ void CheckSameBits(const Outputs& got, uint64_t first_id, const Outputs& want) {
   }
 }
 
+// Compare each request alone with all in one batch, after prefix hits, and in chunks.
+void CheckBitsOfBatches(Setting setting) {
+  const CudaDeviceOptions options = {.deterministic = true};
+  const auto requests = Requests(setting);
+  Outputs want;
+  for (const auto& request : requests) {
+    want.merge(RunOn(cuda::MakeDevice(0, options), setting, {request}));
+  }
+  INFO("in one batch, and again after prefix hits");
+  const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
+  Engine engine(setting.model, setting.config,
+                testing::TinyWeights(setting.model, *device, setting.options), device,
+                kFreeBytes);
+  for (const uint64_t first_id : {0, 100}) {
+    for (const auto& request : Requests(setting)) {
+      request->id += first_id;
+      engine.Submit(request);
+    }
+    CheckSameBits(testing::Collect(engine, requests.size()), first_id, want);
+  }
+  CHECK(engine.stats().prefix_hit_tokens > 0);
+  for (const int chunk : {3, 7}) {  // 3 gives many single tokens, which look like decode
+    CAPTURE(chunk);
+    setting.config.max_prefill_token_num = chunk;
+    CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, requests), 0, want);
+  }
+}
+
 TEST_CASE("a deterministic engine gives a sequence the same bits in any batch and chunking") {
   for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
     CAPTURE(std::string(ToString(format)));
@@ -272,32 +336,31 @@ TEST_CASE("a deterministic engine gives a sequence the same bits in any batch an
       setting.config.kv_quality.k_offset = true;
       setting.prompts = {210, 3, 21};  // blocks leave the window
     }
-    const CudaDeviceOptions options = {.deterministic = true};
-    const auto requests = Requests(setting);
-    Outputs want;
-    for (const auto& request : requests) {
-      want.merge(RunOn(cuda::MakeDevice(0, options), setting, {request}));
-    }
-    INFO("in one batch, and again after prefix hits");
-    const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
-    Engine engine(setting.model, setting.config,
-                  testing::TinyWeights(setting.model, *device, setting.options), device,
-                  kFreeBytes);
-    for (const uint64_t first_id : {0, 100}) {
-      for (const auto& request : Requests(setting)) {
-        request->id += first_id;
-        engine.Submit(request);
-      }
-      CheckSameBits(testing::Collect(engine, requests.size()), first_id, want);
-    }
-    CHECK(engine.stats().prefix_hit_tokens > 0);
-    for (const int chunk : {3, 7}) {  // 3 gives many single tokens, which look like decode
-      CAPTURE(chunk);
-      setting.config.max_prefill_token_num = chunk;
-      CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, requests), 0, want);
-    }
+    CheckBitsOfBatches(setting);
   }
 }
 
+TEST_CASE("latents: a deterministic engine gives a sequence the same bits in any batch") {
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3,
+                                   KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(format)));
+    Setting setting = {testing::TinyGlm(), testing::TinyEngineConfig(format), kPacked};
+    if (format == KvCacheMode::kFp4Nv) {
+      setting.config.kv_quality.window16 = {64, 64};
+      setting.prompts = {210, 3, 21};  // blocks leave the window
+    }
+    CheckBitsOfBatches(setting);
+  }
+}
+
+TEST_CASE("latents: drafts change no bit of a deterministic engine") {
+  for (const ModelConfig& model : {testing::TinyDeepSeek(), testing::TinyGlm()}) {
+    Setting setting = {model, testing::TinyEngineConfig(KvCacheMode::kFp4Nv), kPacked, {50, 21}};
+    const CudaDeviceOptions options = {.deterministic = true};
+    const Outputs want = RunOn(cuda::MakeDevice(0, options), setting, Requests(setting));
+    setting.config.num_draft_tokens = 3;
+    CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, Requests(setting)), 0, want);
+  }
+}
 }  // namespace
 }  // namespace turbomind

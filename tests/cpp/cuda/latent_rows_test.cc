@@ -117,6 +117,9 @@ TEST_CASE("a row of 512 latents has one scale of its range, or one per group") {
 TEST_CASE("blocks that leave the 16-bit window have the CPU's bytes") {
   for (const KvCacheMode format : kAllKvCacheModes) {
     for (const KvCacheMode window : {kNone, kInt8}) {
+      if (format == kNone && window == kInt8) {
+        continue;  // no layer has it
+      }
       for (const KvCacheMode rotary : {kNone, kInt8}) {
         CheckRows({.format = format,
                    .rotary_format = rotary,

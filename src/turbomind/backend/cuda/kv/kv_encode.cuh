@@ -358,7 +358,7 @@ TM_DEVICE IntLane<kIntBits> EncodeIntIn(const ValueRange& range_of_row, const La
   FiniteValues<T>(x, finite);
   IntLane<kIntBits> out = {};
   out.zero = range_of_row.min + 0.f;
-  const float range = range_of_row.max - range_of_row.min;
+  const float range = range_of_row.max - range_of_row.min + 0.f;  // not -0, whatever zeros it has
   out.scale =
       RoundTo((range < Definition::kWidest ? range : Definition::kWidest) / Definition::kLevels, T);
   if (!(out.scale > 0.f) || !at.active()) {

@@ -83,6 +83,7 @@ void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params)
   params->x_stride = padded;
   params->cols = padded;
   params->x_rows = nullptr;
+  params->x_expert_step = 0;
 }
 
 template <class C>
@@ -91,7 +92,8 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   linear.slot_is_row = slots.slot_is_row;
   const int64_t blocks = CutOutputs(&linear, C::kOutputs);
   // If some SM would otherwise have no block, each slice gets its own blocks.
-  const bool in_parts = slices > 1 && slots.slots * blocks < ctx.gpu.num_sms;
+  const bool in_parts =
+      slices > 1 && linear.expert_rows == 0 && slots.slots * blocks < ctx.gpu.num_sms;
   const int cols = NumUnits(C::kFormat, linear.cols) * UnitCols(C::kFormat);
   const size_t x_bytes = CeilDiv((int64_t{linear.num_rows} + C::kRows) * cols * 2, 256) * 256;
   const size_t part_bytes =
@@ -386,6 +388,11 @@ void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelP
   if (kernel == LinearKernel::kWide) {
     return RunWide(ctx, stack.stored, params, {}, wide_counters_);
   }
+  RunOwn(ctx, stack, params, kernel);
+}
+
+void CudaLinear::RunOwn(const Context& ctx, const LinearStack& stack, LinearKernelParams params,
+                        LinearKernel kernel) {
   DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
     if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stack.stored, &params);
@@ -434,15 +441,17 @@ void CudaLinear::Project(const Context& ctx, const ProjectParams& params) {
 }
 
 void CudaLinear::ForgetExperts(const LinearPart* experts) {
-  const auto found = tables_.find(experts);
-  if (found != tables_.end()) {
-    FreeGpu(found->second.gpu);
-    tables_.erase(found);
-  }
+  std::erase_if(tables_, [&](const auto& entry) {
+    const bool is_of_array = entry.first.first == experts;
+    if (is_of_array) {
+      FreeGpu(entry.second.gpu);
+    }
+    return is_of_array;
+  });
 }
 
 const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearParams& params) {
-  ExpertTable& table = tables_[params.experts];
+  ExpertTable& table = tables_[{params.experts, params.num_experts}];
   const auto count = static_cast<size_t>(params.num_experts);
   bool same = table.host.size() == count;
   for (size_t i = 0; i < count && same; ++i) {
@@ -513,15 +522,21 @@ void CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params
 }
 
 void CudaLinear::HeadLinear(const Context& ctx, const HeadLinearParams& params) {
-  for (int head = 0; head < params.num_heads; ++head) {
-    Linear(ctx, {.x = params.x + head * params.x_head_stride,
-                 .x_stride = params.x_stride,
-                 .parts = params.heads + head,
-                 .num_parts = 1,
-                 .y = params.y + head * params.y_head_stride,
-                 .y_stride = params.y_stride,
-                 .num_rows = params.num_rows});
-  }
+  GroupedLinearParams heads;
+  heads.x = params.x;
+  heads.x_stride = params.x_stride;
+  heads.y = params.y;
+  heads.y_stride = params.y_stride;
+  heads.experts = params.heads;
+  heads.num_experts = params.num_heads;
+  heads.num_rows = params.num_rows * params.num_heads;
+  LinearKernelParams kernel = KernelParamsOf(ctx, heads);
+  kernel.expert_rows = params.num_rows;
+  kernel.x_expert_step = params.x_head_stride - params.num_rows * params.x_stride;
+  kernel.y_expert_step = params.y_head_stride - params.num_rows * params.y_stride;
+  const LinearStack stack = StackOfExperts({params.heads, static_cast<size_t>(params.num_heads)});
+  // The table has no kernels that read offsets themselves.
+  RunOwn(ctx, stack, kernel, TableKernel(stack, kernel.num_rows, machine(ctx)));
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
@@ -44,6 +45,7 @@ class CudaLinear {
 
   void GroupedGate(const Context& ctx, const GroupedGateParams& params);
 
+  // The heads are experts with the same rows. Keeps tables as GroupedLinear does.
   void HeadLinear(const Context& ctx, const HeadLinearParams& params);
 
   void Embed(const Context& ctx, const EmbedParams& params);
@@ -67,10 +69,14 @@ class CudaLinear {
   LinearKernelParams KernelParamsOf(const Context& ctx, const GroupedLinearParams& params);
   LinearKernel KernelOf(const Context& ctx, const LinearStack& stack, int64_t num_rows) const;
   void Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params);
+  // REQUIRES: `kernel` is not kWide or kFused.
+  void RunOwn(const Context& ctx, const LinearStack& stack, LinearKernelParams params,
+              LinearKernel kernel);
 
   std::unique_ptr<CublasLt> library_;
   LinearChoices choices_;
-  std::map<const LinearPart*, ExpertTable> tables_;
+  // By array and number: attention over latents may use the first heads of an array alone.
+  std::map<std::pair<const LinearPart*, int>, ExpertTable> tables_;
   WideCounters wide_counters_;
 };
 
