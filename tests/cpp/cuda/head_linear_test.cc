@@ -85,6 +85,7 @@ TEST_CASE("the matrices of all heads in one launch give the bits of Linear") {
   }
   CheckHeads({.cols = 48, .heads = 20, .rows = 5});  // columns are padded
   CheckHeads({.cols = 48, .heads = 2, .rows = 70});
+  CheckHeads({.outputs = 16, .cols = 32, .heads = 2, .rows = 300});  // a launch for each head
 }
 
 }  // namespace

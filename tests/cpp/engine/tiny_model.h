@@ -451,8 +451,10 @@ class TinyBuilder {
       }
     }
     AddMatrix(prefix + "router", moe.num_experts, hidden, 1.f);
+    const bool is_bf16 = is_bf16_;
     for (int e = 0; e < moe.num_experts; ++e) {
       const std::string expert = prefix + "experts." + std::to_string(e) + ".";
+      is_bf16_ = is_gpt_oss() ? is_bf16_ : is_bf16;  // the experts of a layer share their formats
       if (!is_gpt_oss()) {
         AddFeedForward(expert, moe.intermediate_size);
         continue;

@@ -44,8 +44,6 @@ struct CopyRowsParams {
   int cols = 0;
   void* out = nullptr;  // [gridDim.x, out_cols] FP32 or BF16
   int out_cols = 0;     // a multiple of 4; zeros beyond cols
-  int expert_rows = 0;  // as in LinearKernelParams
-  int64_t x_expert_step = 0;
 };
 
 inline constexpr int kCopyThreads = 128;
@@ -64,9 +62,6 @@ __global__ void __launch_bounds__(kCopyThreads) CopyRowsKernel(CopyRowsParams pa
   const int64_t row = BlockIndexX();
   const int64_t x_row = params.x_rows != nullptr ? LoadGlobal(params.x_rows + row) : row;
   const float* from = params.x + x_row * params.x_stride;
-  if (params.expert_rows > 0) {
-    from += row / params.expert_rows * params.x_expert_step;
-  }
   Words<16> words[2];
   if (kInOrder && reinterpret_cast<uintptr_t>(from) % 16 == 0 && col + kCopyCols <= params.cols) {
     words[0] = LoadGlobal(reinterpret_cast<const Words<16>*>(from + col));
@@ -101,8 +96,7 @@ __global__ void __launch_bounds__(kCopyThreads) CopyRowsKernel(CopyRowsParams pa
 // Copy the rows of x in the order of y's rows.
 template <RowOrder kOrder>
 void CopyRows(const Context& ctx, const LinearKernelParams& from, int out_cols, void* out) {
-  const CopyRowsParams params = {from.x,      from.x_stride, from.x_rows,      from.cols,
-                                 out,         out_cols,      from.expert_rows, from.x_expert_step};
+  const CopyRowsParams params = {from.x, from.x_stride, from.x_rows, from.cols, out, out_cols};
   const LaunchShape shape = {.grid_x = from.num_rows,
                              .grid_y = CeilDiv(out_cols, kCopyThreads * kCopyCols),
                              .threads = kCopyThreads};

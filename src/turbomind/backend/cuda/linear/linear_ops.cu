@@ -20,6 +20,8 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
+// Heads with more rows have a launch each, so that there are few tables of their rows.
+constexpr int kMaxHeadRows = 256;
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
@@ -83,7 +85,6 @@ void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params)
   params->x_stride = padded;
   params->cols = padded;
   params->x_rows = nullptr;
-  params->x_expert_step = 0;
 }
 
 template <class C>
@@ -92,8 +93,7 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   linear.slot_is_row = slots.slot_is_row;
   const int64_t blocks = CutOutputs(&linear, C::kOutputs);
   // If some SM would otherwise have no block, each slice gets its own blocks.
-  const bool in_parts =
-      slices > 1 && linear.expert_rows == 0 && slots.slots * blocks < ctx.gpu.num_sms;
+  const bool in_parts = slices > 1 && slots.slots * blocks < ctx.gpu.num_sms;
   const int cols = NumUnits(C::kFormat, linear.cols) * UnitCols(C::kFormat);
   const size_t x_bytes = CeilDiv((int64_t{linear.num_rows} + C::kRows) * cols * 2, 256) * 256;
   const size_t part_bytes =
@@ -362,6 +362,9 @@ CudaLinear::~CudaLinear() {
   for (auto& [array, table] : tables_) {
     FreeGpu(table.gpu);
   }
+  for (auto& [shape, rows] : head_rows_) {
+    FreeGpu(rows.gpu);
+  }
 }
 
 LinearMachine CudaLinear::machine(const Context& ctx) const {
@@ -521,22 +524,56 @@ void CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params
   CudaGatedActivation(ctx, params.activation);
 }
 
+const CudaLinear::HeadRows& CudaLinear::RowsOf(const Context& ctx, int num_heads, int num_rows,
+                                               int x_step) {
+  HeadRows& rows = head_rows_[{num_heads, num_rows, x_step}];
+  if (rows.gpu != nullptr) {
+    return rows;
+  }
+  for (int head = 0; head < num_heads; ++head) {
+    for (int row = 0; row < num_rows; ++row) {
+      rows.host.push_back(row * x_step + head);
+    }
+  }
+  for (int head = 0; head <= num_heads; ++head) {
+    rows.host.push_back(head * num_rows);
+  }
+  const size_t bytes = rows.host.size() * sizeof(int32_t);
+  rows.gpu = static_cast<int32_t*>(AllocateGpu(bytes));
+  CopyBytes(rows.gpu, rows.host.data(), bytes, ctx.stream);
+  return rows;
+}
+
 void CudaLinear::HeadLinear(const Context& ctx, const HeadLinearParams& params) {
-  GroupedLinearParams heads;
-  heads.x = params.x;
-  heads.x_stride = params.x_stride;
-  heads.y = params.y;
-  heads.y_stride = params.y_stride;
-  heads.experts = params.heads;
-  heads.num_experts = params.num_heads;
-  heads.num_rows = params.num_rows * params.num_heads;
-  LinearKernelParams kernel = KernelParamsOf(ctx, heads);
+  if (params.num_rows > kMaxHeadRows || params.x_stride % params.x_head_stride != 0) {
+    for (int head = 0; head < params.num_heads; ++head) {
+      Linear(ctx, {.x = params.x + head * params.x_head_stride,
+                   .x_stride = params.x_stride,
+                   .parts = params.heads + head,
+                   .num_parts = 1,
+                   .y = params.y + head * params.y_head_stride,
+                   .y_stride = params.y_stride,
+                   .num_rows = params.num_rows});
+    }
+    return;
+  }
+  const HeadRows& rows = RowsOf(ctx, params.num_heads, params.num_rows,
+                                static_cast<int>(params.x_stride / params.x_head_stride));
+  const int num_rows = params.num_rows * params.num_heads;
+  LinearKernelParams kernel = KernelParamsOf(ctx, {.x = params.x,
+                                                   .x_stride = params.x_head_stride,
+                                                   .x_rows = rows.gpu,
+                                                   .y = params.y,
+                                                   .y_stride = params.y_stride,
+                                                   .experts = params.heads,
+                                                   .num_experts = params.num_heads,
+                                                   .offsets = rows.gpu + num_rows,
+                                                   .num_rows = num_rows});
   kernel.expert_rows = params.num_rows;
-  kernel.x_expert_step = params.x_head_stride - params.num_rows * params.x_stride;
-  kernel.y_expert_step = params.y_head_stride - params.num_rows * params.y_stride;
+  kernel.y_expert_stride = params.y_head_stride;
   const LinearStack stack = StackOfExperts({params.heads, static_cast<size_t>(params.num_heads)});
-  // The table has no kernels that read offsets themselves.
-  RunOwn(ctx, stack, kernel, TableKernel(stack, kernel.num_rows, machine(ctx)));
+  // The kernels of the table store all outputs with StoreOutput.
+  RunOwn(ctx, stack, kernel, TableKernel(stack, num_rows, machine(ctx)));
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

@@ -2,6 +2,7 @@
 
 // ⑥ Linear layers and embedding: the host side.
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -45,7 +46,8 @@ class CudaLinear {
 
   void GroupedGate(const Context& ctx, const GroupedGateParams& params);
 
-  // The heads are experts with the same rows. Keeps tables as GroupedLinear does.
+  // Up to some number of rows, the heads are the experts of one launch. Keeps tables as
+  // GroupedLinear does.
   void HeadLinear(const Context& ctx, const HeadLinearParams& params);
 
   void Embed(const Context& ctx, const EmbedParams& params);
@@ -65,6 +67,14 @@ class CudaLinear {
     std::vector<ExpertWeight> host;
     ExpertWeight* gpu = nullptr;
   };
+  // The x_rows and the offsets of GroupedLinearParams, for heads that are experts. They are not
+  // changed once they are made, so that graphs may use them.
+  struct HeadRows {
+    std::vector<int32_t> host;
+    int32_t* gpu = nullptr;
+  };
+  // Row r of head h is row r * x_step + h of x.
+  const HeadRows& RowsOf(const Context& ctx, int num_heads, int num_rows, int x_step);
   const ExpertWeight* TableOf(const Context& ctx, const GroupedLinearParams& params);
   LinearKernelParams KernelParamsOf(const Context& ctx, const GroupedLinearParams& params);
   LinearKernel KernelOf(const Context& ctx, const LinearStack& stack, int64_t num_rows) const;
@@ -77,6 +87,7 @@ class CudaLinear {
   LinearChoices choices_;
   // By array and number: attention over latents may use the first heads of an array alone.
   std::map<std::pair<const LinearPart*, int>, ExpertTable> tables_;
+  std::map<std::array<int, 3>, HeadRows> head_rows_;  // by the arguments of RowsOf
   WideCounters wide_counters_;
 };
 

@@ -47,11 +47,10 @@ struct LinearKernelParams {
   const ExpertWeight* experts = nullptr;  // [num_experts] or null
   const int32_t* offsets = nullptr;       // [num_experts + 1]
   int num_experts = 0;
-  // Heads are experts with expert_rows rows each, which are not adjacent in x and y. Row r of
-  // expert e is at r * stride + e * step, where r counts the rows of all experts. 0: offsets count.
+  // If set, expert e has the rows [e, e + 1) * expert_rows, and row r of it is at r * y_stride + e *
+  // y_expert_stride in y.
   int expert_rows = 0;
-  int64_t x_expert_step = 0;
-  int64_t y_expert_step = 0;
+  int64_t y_expert_stride = 0;
   bool slot_is_row = false;  // how slots are numbered, see SlotCount
 };
 
@@ -73,8 +72,7 @@ struct LinearBlock {
   int num_rows;
   int first_output;  // in the weight
   int num_outputs;   // in the weight
-  int64_t y_column;  // column of the weight's first output
-  int64_t x_column = 0;
+  int y_column;      // column of the weight's first output
 };
 
 // The number of slots that FindBlock needs for tiles of up to `rows` rows of one expert. There are
@@ -102,11 +100,6 @@ inline int64_t CutOutputs(LinearKernelParams* params, int outputs) {
   return blocks;
 }
 
-// Return the first row of an expert.
-TM_DEVICE int FirstRowOf(const LinearKernelParams& p, int expert) {
-  return p.expert_rows > 0 ? expert * p.expert_rows : LoadGlobal(p.offsets + expert);
-}
-
 // Find the rows of a slot. Return false for a slot without rows.
 TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, int* expert,
                               LinearBlock* block) {
@@ -115,13 +108,13 @@ TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, i
   // the last has rows.
   int before = 0;
   for (int e = lane; e - lane < p.num_experts; e += 32) {
-    const int first = e < p.num_experts ? FirstRowOf(p, e) : 0;
+    const int first = e < p.num_experts ? LoadGlobal(p.offsets + e) : 0;
     const int begin = p.slot_is_row ? first : first / rows + e;
     before += CountInWarp(e < p.num_experts && begin <= slot);
   }
   *expert = before - 1;
-  const int first = FirstRowOf(p, *expert);
-  const int end = FirstRowOf(p, *expert + 1);
+  const int first = LoadGlobal(p.offsets + *expert);
+  const int end = LoadGlobal(p.offsets + *expert + 1);
   const int at = p.slot_is_row ? slot : first + (slot - first / rows - *expert) * rows;
   if (at >= end || (p.slot_is_row && (slot - first) % rows != 0)) {
     return false;
@@ -152,8 +145,6 @@ TM_DEVICE void UseExpert(const LinearKernelParams& p, int expert, LinearBlock* b
   block->weight = weight.weight;
   block->bias = weight.bias;
   block->factor = weight.factor;
-  block->x_column = expert * p.x_expert_step;
-  block->y_column += expert * p.y_expert_step;
 }
 
 // Find the part of a block of the grid: up to `rows` rows, those of `slot`, and `outputs` outputs.
@@ -179,7 +170,7 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int ou
 TM_DEVICE const float* RowOfX(const LinearKernelParams& p, const LinearBlock& block, int row) {
   const int at = block.first_row + (row < block.num_rows ? row : block.num_rows - 1);
   const int64_t x_row = p.x_rows != nullptr ? LoadGlobal(p.x_rows + at) : at;
-  return p.x + x_row * p.x_stride + block.x_column;
+  return p.x + x_row * p.x_stride;
 }
 
 // Store the block's rows of x, normed. `scale_of` returns 1 / rms of a row.
@@ -220,7 +211,13 @@ TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block
   if (row >= block.num_rows || output >= block.num_outputs) {
     return;
   }
-  float* y = p.y + (block.first_row + row) * p.y_stride + block.y_column + output;
+  int y_row = block.first_row + row;
+  float* y = p.y + block.y_column + output;
+  if (p.expert_rows > 0) {
+    y += y_row / p.expert_rows * p.y_expert_stride;
+    y_row %= p.expert_rows;
+  }
+  y += y_row * p.y_stride;
   sum = FinishSum<kFactor>(sum, block.factor, block.bias, output);
   if (p.accumulate) {
     sum += LoadGlobal(static_cast<const float*>(y));
