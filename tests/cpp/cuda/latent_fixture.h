@@ -42,6 +42,7 @@ struct Case {
   bool interleaved = false;
   bool search = false;
   float global_scale = 1.f;  // of the latents; twice as much for the rotary part
+  float softmax_factor = 1.f;
   bool hard = false;         // rows of all magnitudes, with NaN and infinities
 };
 

@@ -206,13 +206,15 @@ inline ModelConfig TinyDeepSeek() {
 }
 
 // Returns a config like that of GLM-4.7-Flash: queries come from a latent too, there are 20 heads,
-// and experts are selected by sigmoids with a bias.
+// and experts are weighted by sigmoids. All are selected, because the selection of a random model
+// depends on roundings.
 inline ModelConfig TinyGlm() {
   ModelConfig config = TinyDeepSeek();
   config.num_heads = 20;
   config.head_dim = 96;
   config.latent.q_rank = 32;
   config.latent.interleaved = false;
+  config.moe.top_k = config.moe.num_experts;
   config.moe.normalize = true;
   config.moe.sigmoid = true;
   config.moe.scale = 1.5f;

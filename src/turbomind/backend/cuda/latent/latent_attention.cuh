@@ -385,7 +385,7 @@ TM_DEVICE void StoreWeights(const SeenPositions& seen, float scale, LatentSoftma
     x[i] = visible ? x[i] * scale : -INFINITY;
     max_score = fmaxf(max_score, x[i]);
   }
-  max_score = MaxOfRow<C>(max_score);
+  max_score = MaxOfRow<C>(max_score);  // all threads of the row have read the sums
   float factor = 1.f;
   if (max_score > state->m + kLazyMax) {
     factor = Exp2Approx(state->m - max_score);
@@ -397,7 +397,6 @@ TM_DEVICE void StoreWeights(const SeenPositions& seen, float scale, LatentSoftma
     x[i] = Exp2Approx(x[i] - state->m);
     state->l += x[i];
   }
-  SyncWarp();  // the row's threads, all in this warp, have read the sums that weights overwrite
   if constexpr (C::kThreadScores == 1) {
     const uint32_t pair = PackPair<C::kBFloat>(x[0], 0.f);
     StoreShared(sums + 2 * first, static_cast<uint16_t>(pair));
