@@ -365,7 +365,7 @@ TEST_CASE("latents: drafts change no bit of a deterministic engine") {
     EngineConfig config = setting.config;
     config.num_draft_tokens = 3;
     config.draft_model = std::make_shared<DraftModel>(model, weights);
-    Engine engine(model, config, weights, device, 2 * kFreeBytes);
+    Engine engine(model, config, weights, device, 8 * kFreeBytes);
     for (const auto& request : Requests(setting)) {
       engine.Submit(request);
     }
