@@ -365,12 +365,60 @@ TEST_CASE("latents: drafts change no bit of a deterministic engine") {
     EngineConfig config = setting.config;
     config.num_draft_tokens = 3;
     config.draft_model = std::make_shared<DraftModel>(model, weights);
-    Engine engine(model, config, weights, device, 8 * kFreeBytes);
+    Engine engine(model, config, weights, device, 8 * kFreeBytes);  // two models
     for (const auto& request : Requests(setting)) {
       engine.Submit(request);
     }
     CheckSameBits(testing::Collect(engine, setting.prompts.size()), 0, want);
     CHECK(engine.stats().accepted_tokens > 0);
+  }
+}
+
+// An engine on a device with one request, whose prefix others may get.
+struct OneEngine {
+  OneEngine(std::shared_ptr<Device> on, const Setting& setting)
+      : engine(setting.model, setting.config,
+               testing::TinyWeights(setting.model, *on, setting.options), on, kFreeBytes) {}
+  std::vector<float> Logits(const Setting& setting) {
+    engine.Submit(Requests(setting)[0]);
+    const Outputs outputs = testing::Collect(engine, 1);
+    CHECK(outputs.at(1).error == "");
+    return outputs.at(1).logits;
+  }
+
+  Engine engine;
+};
+
+TEST_CASE("latents: blocks pass between engines on a GPU and on a CPU") {
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(format)));
+    const Setting setting = {
+        testing::TinyDeepSeek(), testing::TinyEngineConfig(format), kPacked, {100}};
+    const CudaDeviceOptions options = {.deterministic = true};
+    const std::vector<int32_t> tokens = testing::RandomPrompt(1, 100);
+    OneEngine gpu(cuda::MakeDevice(0, options), setting);
+    const std::vector<float> want = gpu.Logits(setting);
+    std::vector<BlockCopies> copies = gpu.engine.ExportPrefix(tokens, 0, {});
+    REQUIRE(copies.size() >= 5);
+    OneEngine cpu(MakeCpuDevice(1), setting);
+    OneEngine last(cuda::MakeDevice(0, options), setting);
+    // The CPU passes on what it was given, byte for byte.
+    for (OneEngine* to : {&cpu, &last}) {
+      std::vector<BlockViews> views;
+      for (const BlockCopies& block : copies) {
+        views.emplace_back(block.begin(), block.end());
+      }
+      CHECK(to->engine.ImportPrefix(tokens, 0, views, {}) == static_cast<int64_t>(copies.size()));
+      const std::vector<BlockCopies> again = to->engine.ExportPrefix(tokens, 0, {});
+      CHECK(again == copies);
+      copies = again;
+    }
+    CHECK(last.Logits(setting) == want);
+    CHECK(last.engine.stats().prefix_hit_tokens >= 80);
+    const std::vector<float> on_cpu = cpu.Logits(setting);
+    CHECK(cpu.engine.stats().prefix_hit_tokens >= 80);
+    CHECK(Error({on_cpu.begin(), on_cpu.begin() + testing::kVocab},
+                {want.begin(), want.begin() + testing::kVocab}) < 2 * kMaxError);
   }
 }
 
