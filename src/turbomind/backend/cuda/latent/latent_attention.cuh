@@ -150,33 +150,54 @@ TM_DEVICE const std::byte* PartOfBlock(const KvLayerView& kv, int part, int64_t 
              : kv.Params(side, block, 0) + static_cast<int64_t>(slot) * kv.param_bytes[s];
 }
 
-// Copy the stored rows of the tile at `first`, as far as they are in `seen`, by runs of kRunTokens
-// tokens. The copies form one committed group.
+// Copy a part of a run of tokens with `threads` threads, of which this is number `thread`.
 template <class C>
-TM_DEVICE void CopyRawTile(const LatentTask& task, int view, const SeenPositions& seen, int first) {
-  const KvLayerView& kv = task.params.views[view];
-  const int32_t* table = task.params.block_tables[view] +
-                         static_cast<int64_t>(task.sequence) * task.params.block_table_stride;
-  const int shift = CountZeros(kv.block_seq_len);
+TM_DEVICE void CopyPart(const KvLayerView& kv, int part, int run, int64_t block, int slot,
+                        int thread, int threads) {
+  int before = 0;  // bytes of a row
 #pragma unroll
-  for (int run = 0; run < C::kTokens / kRunTokens; ++run) {
-    const int position = first + run * kRunTokens;
-    if (position + kRunTokens <= seen.begin || position >= seen.end) {
-      continue;
+  for (int i = 0; i < part; ++i) {
+    before += BytesOfPart(kv, i);
+  }
+  const int bytes = BytesOfPart(kv, part);  // and pieces of a run
+  if (bytes > 0) {
+    char* to = SharedMemory() + C::kRawAt + C::kTokens * before + 16 * (run * bytes + thread);
+    const std::byte* from = PartOfBlock(kv, part, block, slot) + 16 * thread;
+#pragma unroll 4
+    for (int i = thread; i < bytes; i += threads) {
+      CopyAsync(to, from, 16);
+      to += 16 * threads;
+      from += 16 * threads;
     }
-    const int32_t block = LoadGlobal(table + (position >> shift));
+  }
+}
+
+// Copy the stored rows of the tile at `first`, as far as they are in `seen`, by runs of kRunTokens
+// tokens. The copies form one committed group. Some warps copy each run: three quarters of them the
+// latents, which have most bytes, and the others the rest.
+template <class C>
+TM_DEVICE void CopyRawTile(const LatentTask& task, int warp, int view, const SeenPositions& seen,
+                           int first) {
+  constexpr int kRunWarps = kLatentWarps / (C::kTokens / kRunTokens);
+  constexpr int kRestWarps = kRunWarps / 4;
+  constexpr int kLatentThreadsOfRun = 32 * (kRunWarps - kRestWarps);
+  const KvLayerView& kv = task.params.views[view];
+  const int run = warp / kRunWarps;
+  const int thread = warp % kRunWarps * 32 + (ThreadIndexX() & 31);
+  const int position = first + run * kRunTokens;
+  if (position + kRunTokens > seen.begin && position < seen.end) {
+    const int32_t block = LoadGlobal(
+        task.params.block_tables[view] +
+        static_cast<int64_t>(task.sequence) * task.params.block_table_stride +
+        (position >> CountZeros(kv.block_seq_len)));
     const int slot = position & (kv.block_seq_len - 1);
-    char* to = SharedMemory() + C::kRawAt;
-#pragma unroll 1
-    for (int part = 0; part < kRowParts; ++part) {
-      const int bytes = BytesOfPart(kv, part);  // and pieces per run
-      if (bytes > 0) {
-        const std::byte* from = PartOfBlock(kv, part, block, slot);
-        for (int i = ThreadIndexX(); i < bytes; i += kLatentThreads) {
-          CopyAsync(to + (run * bytes + i) * 16, from + int64_t{i} * 16, 16);
-        }
+    if (thread < kLatentThreadsOfRun) {
+      CopyPart<C>(kv, 0, run, block, slot, thread, kLatentThreadsOfRun);
+    } else {
+#pragma unroll
+      for (int part = 1; part < kRowParts; ++part) {
+        CopyPart<C>(kv, part, run, block, slot, thread - kLatentThreadsOfRun, 32 * kRestWarps);
       }
-      to += C::kTokens * bytes;
     }
   }
   CommitCopies();
@@ -189,13 +210,84 @@ struct RawSide {
   const char* meta;
   int row_bytes;
   int meta_bytes;
-  int chunks;  // of eight values
+  int values;  // of a row
   int column;  // in the tile, of the first value
 };
 
-// Expand the tokens [begin, end) of a side to 16 bits, and clear the others.
+// Expand eight FP4 codes with their scale to raw FP16 values, in order (Fragments::kUnit).
+template <KvCacheMode M>
+TM_DEVICE Words<16> ExpandCodes(uint32_t codes, uint32_t scale) {
+  using F = Fragments<M, DataType::kFloat16>;
+  uint32_t pairs[4];
+  F::Expand(codes, pairs);
+#pragma unroll
+  for (uint32_t& pair : pairs) {
+    pair = MulHalf2(pair, scale);
+  }
+  Words<16> out;
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    out.v[p] = F::kHardware ? pairs[p]
+                            : SelectBytes(pairs[p % 2 * 2], pairs[p % 2 * 2 + 1],
+                                          p < 2 ? 0x5410 : 0x7632);
+  }
+  return out;
+}
+
+// Expand eight codes of an integer format: code * scale + zero in FP32, rounded to FP16. A code
+// becomes the low bits of 2^23 + code, which is faster than a conversion.
+template <int kBits>
+TM_DEVICE Words<16> ExpandIntegers(const Words<kBits>& codes, const IntParam& param) {
+  constexpr uint32_t kBits2To23 = 0x4b000000u;
+  constexpr float kLevels = (1 << kBits) - 1;
+  constexpr float kMaxHalf = 65504.f;
+  float value[kLaneValues];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    const uint32_t bits = kBits == 8
+                              ? SelectBytes(codes.v[i / 4], kBits2To23, 0x7440u + i % 4)
+                              : AndOr(codes.v[0] >> (4 * i), 0xfu, kBits2To23);
+    value[i] = fmaf(BitsFloat(bits) - 0x1p23f, param.scale, param.zero);
+  }
+  if (fabsf(param.zero) + kLevels * param.scale > kMaxHalf) {
+#pragma unroll
+    for (float& x : value) {
+      x = fminf(fmaxf(x, -kMaxHalf), kMaxHalf);
+    }
+  }
+  Words<16> out;
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    out.v[p] = PackHalf2(value[2 * p], value[2 * p + 1]);
+  }
+  return out;
+}
+
+// Expand a run of a token's values.
+template <class C, DataType T, KvCacheMode M, int kValues>
+TM_DEVICE void ExpandRun(const char* payload, const char* meta, Words<16> (&out)[kValues / 8]) {
+  if constexpr (IsFp4(M)) {
+    static_assert(kValues == kFp4Group);
+    const auto codes = LoadShared<Words<8>>(payload);
+    const uint32_t byte = LoadShared<uint8_t>(meta);
+    const uint32_t scale = ScalePair<M, Fragments<M, T>::kHardware>(byte, byte);
+    out[0] = ExpandCodes<M>(codes.v[0], scale);
+    out[1] = ExpandCodes<M>(codes.v[1], scale);
+  } else if constexpr (IsInteger(M)) {
+    constexpr int kBits = Codec<M>::kBits;
+    out[0] = ExpandIntegers<kBits>(LoadShared<Words<kBits>>(payload),
+                                   IntParamOf<T>(LoadShared<uint32_t>(meta)));
+  } else {
+    const StoredLane<M> stored = {LoadShared<Words<StoredLane<M>::kBits>>(payload), 0};
+    out[0] = DecodeHalves<T>(stored, !C::kBFloat);
+  }
+}
+
+// Expand the tokens [begin, end) of a side to 16 bits, and clear the others. FP4 values are raw
+// (Fragments::kUnit), all others as DecodeHalves gives them.
 template <class C, DataType T, KvCacheMode M>
 TM_DEVICE void ExpandSide(const RawSide& side, int begin, int end) {
+  constexpr int kValues = IsFp4(M) ? kFp4Group : kLaneValues;
   const int token = ThreadIndexX() / C::kExpandThreads;
   const int lane = ThreadIndexX() % C::kExpandThreads;
   const bool seen = token >= begin && token < end;
@@ -203,20 +295,16 @@ TM_DEVICE void ExpandSide(const RawSide& side, int begin, int end) {
   const char* const payload = side.payload + token * side.row_bytes;
   const char* const meta = side.meta + token * side.meta_bytes;
 #pragma unroll 4
-  for (int chunk = lane; chunk < side.chunks; chunk += C::kExpandThreads) {
-    Words<16> out = {};
+  for (int run = lane; run < side.values / kValues; run += C::kExpandThreads) {
+    Words<16> out[kValues / 8] = {};
     if (seen) {
-      StoredLane<M> stored;
-      stored.payload = LoadShared<Words<StoredLane<M>::kBits>>(payload + chunk * Codec<M>::kBits);
-      stored.meta = 0;
-      if constexpr (IsFp4(M)) {
-        stored.meta = LoadShared<uint8_t>(meta + chunk / 2);
-      } else if constexpr (IsInteger(M)) {
-        stored.meta = LoadShared<uint32_t>(meta);
-      }
-      out = DecodeHalves<T>(stored, !C::kBFloat);
+      ExpandRun<C, T, M, kValues>(payload + run * (kValues * Codec<M>::kBits / 8),
+                                  IsFp4(M) ? meta + run : meta, out);
     }
-    StoreShared(to + 16 * chunk, out);
+#pragma unroll
+    for (int i = 0; i < kValues / 8; ++i) {
+      StoreShared(to + 2 * kValues * run + 16 * i, out[i]);
+    }
   }
 }
 
@@ -237,7 +325,7 @@ TM_DEVICE void ExpandTile(const KvLayerView& kv, int begin, int end) {
                           .meta = is_v ? parts[2] : parts[3],
                           .row_bytes = BytesOfPart(kv, s),
                           .meta_bytes = BytesOfPart(kv, 2 + s),
-                          .chunks = (is_v ? kv.head_dim : kv.rotary_dim) / 8,
+                          .values = is_v ? kv.head_dim : kv.rotary_dim,
                           .column = is_v ? 0 : C::kRank};
     if constexpr (C::kBFloat) {
       ExpandSide<C, DataType::kBFloat16, KvCacheMode::kNone>(side, begin, end);
@@ -256,6 +344,7 @@ TM_DEVICE void ExpandTile(const KvLayerView& kv, int begin, int end) {
 // A thread's warp in the block.
 struct LatentLane {
   int lane;
+  int warp;
   int group;   // of rows
   int column;  // among the warps of a group
   int g;       // rows g and g + 8 of a tile
@@ -293,7 +382,7 @@ TM_DEVICE void AddScores(const LatentLane& at, int step, LatentScores<C>& scores
   }
 }
 
-// The global scales of a view's latents and rotary parts.
+// The factors of expanded latents and rotary parts.
 struct LatentScales {
   float latent;
   float rotary;
@@ -467,9 +556,15 @@ TM_DEVICE void AddLatents(const LatentLane& at, LatentSums<C>& o) {
   }
 }
 
-// Return the global scales of a view.
+// Return the factors of a view's expanded values.
 TM_DEVICE LatentScales ScalesOfView(const KvLayerView& kv) {
-  return {HeadScale(kv.global_scale[1], 0), HeadScale(kv.global_scale[0], 0)};
+  LatentScales scales = {HeadScale(kv.global_scale[1], 0), HeadScale(kv.global_scale[0], 0)};
+  if (kv.format[1] == KvCacheMode::kFp4Mx) {
+    scales.latent *= Fragments<KvCacheMode::kFp4Mx, DataType::kFloat16>::kUnit;
+  } else if (kv.format[1] == KvCacheMode::kFp4Nv) {
+    scales.latent *= Fragments<KvCacheMode::kFp4Nv, DataType::kFloat16>::kUnit;
+  }
+  return scales;
 }
 
 // Read the positions that rows see in one of the ranges of prefill_shape.cuh.
@@ -495,7 +590,7 @@ TM_DEVICE void ReadLatents(const LatentTask& task, const LatentLane& at, int ran
   const float scale = p.softmax_scale * kLog2E;
   // Warps whose rows are all past the last only copy and expand.
   const bool has_rows = task.first_row + 16 * C::kRowTiles * at.group < task.num_rows;
-  CopyRawTile<C>(task, view, some, some.begin / C::kTokens * C::kTokens);
+  CopyRawTile<C>(task, at.warp, view, some, some.begin / C::kTokens * C::kTokens);
 #pragma unroll 1
   for (int first = some.begin / C::kTokens * C::kTokens; first < some.end; first += C::kTokens) {
     WaitForCopies<0>();
@@ -503,7 +598,7 @@ TM_DEVICE void ReadLatents(const LatentTask& task, const LatentLane& at, int ran
     ExpandTile<C>(p.views[view], some.begin - first, some.end - first);
     SyncBlock();
     if (first + C::kTokens < some.end) {
-      CopyRawTile<C>(task, view, some, first + C::kTokens);
+      CopyRawTile<C>(task, at.warp, view, some, first + C::kTokens);
     }
     if (has_rows) {
       StoreScores<C>(at, scales);
@@ -590,7 +685,8 @@ __global__ void __launch_bounds__(kLatentThreads, C::kRows == 16 ? 2 : 1)
   }
   const int lane = ThreadIndexX() & 31;
   const int warp = WarpIndex();
-  const LatentLane at = {lane, warp / C::kColumnWarps, warp % C::kColumnWarps, lane >> 2, lane & 3};
+  const LatentLane at = {lane,      warp,     warp / C::kColumnWarps, warp % C::kColumnWarps,
+                         lane >> 2, lane & 3};
   StoreLatentQueries<C>(task);
   SyncBlock();
   LatentSoftmax state;
