@@ -96,17 +96,17 @@ class LatentBench {
  private:
   LatentAttentionParams Params(int launch) const {
     const int64_t q_values = shape_.num_tokens() * shape_.heads * shape_.rank;
-    return {.q = q_.As<float>(),
-            .q_stride = int64_t{shape_.heads} * shape_.rank,
-            .q_rotary = q_.As<float>() + q_values,
-            .q_rotary_stride = int64_t{shape_.heads} * shape_.rotary,
-            .q_rotary_head_stride = shape_.rotary,
-            .out = out_.As<float>(),
-            .q_heads = shape_.heads,
-            .softmax_scale = 1.f / std::sqrt(static_cast<float>(shape_.rank + shape_.rotary)),
-            .kv = layout_.LayerView(launch % layers(), data_.As<std::byte>(),
-                                    scales_.As<std::byte>()),
-            .batch = host_.batch};
+    return {
+        .q = q_.As<float>(),
+        .q_stride = int64_t{shape_.heads} * shape_.rank,
+        .q_rotary = q_.As<float>() + q_values,
+        .q_rotary_stride = int64_t{shape_.heads} * shape_.rotary,
+        .q_rotary_head_stride = shape_.rotary,
+        .out = out_.As<float>(),
+        .q_heads = shape_.heads,
+        .softmax_scale = 1.f / std::sqrt(static_cast<float>(shape_.rank + shape_.rotary)),
+        .kv = layout_.LayerView(launch % layers(), data_.As<std::byte>(), scales_.As<std::byte>()),
+        .batch = host_.batch};
   }
   int64_t LayerBytes() const {
     const block::Layout one(ConfigOf(shape_, 1));

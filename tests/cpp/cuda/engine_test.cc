@@ -210,8 +210,8 @@ std::vector<Setting> LatentSettings() {
       settings.push_back({model, testing::TinyEngineConfig(format), {.quantized = true}});
     }
   }
-  Setting window16 = {testing::TinyGlm(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
-                      {.quantized = true}};
+  Setting window16 = {
+      testing::TinyGlm(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv), {.quantized = true}};
   window16.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
   window16.prompts = {210, 3, 140};
   settings.push_back(window16);
@@ -309,8 +309,7 @@ void CheckBitsOfBatches(Setting setting) {
   INFO("in one batch, and again after prefix hits");
   const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
   Engine engine(setting.model, setting.config,
-                testing::TinyWeights(setting.model, *device, setting.options), device,
-                kFreeBytes);
+                testing::TinyWeights(setting.model, *device, setting.options), device, kFreeBytes);
   for (const uint64_t first_id : {0, 100}) {
     for (const auto& request : Requests(setting)) {
       request->id += first_id;

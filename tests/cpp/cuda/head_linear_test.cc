@@ -75,9 +75,9 @@ void CheckHeads(const Shape& s) {
 }
 
 TEST_CASE("the matrices of all heads in one launch give the bits of Linear") {
-  for (const MatrixFormat format : {MatrixFormat::kF32, MatrixFormat::kBF16, MatrixFormat::kQ8_0,
-                                    MatrixFormat::kQ4_K, MatrixFormat::kNvfp4,
-                                    MatrixFormat::kFp8Block}) {
+  for (const MatrixFormat format :
+       {MatrixFormat::kF32, MatrixFormat::kBF16, MatrixFormat::kQ8_0, MatrixFormat::kQ4_K,
+        MatrixFormat::kNvfp4, MatrixFormat::kFp8Block}) {
     for (const int rows : {1, 9, 40}) {
       const int64_t cols = format == MatrixFormat::kQ4_K ? 256 : 128;
       CheckHeads({.format = format, .cols = cols, .rows = rows});

@@ -45,10 +45,7 @@ std::vector<float> Gather(const std::vector<float>& all, const BatchArrays& batc
 }
 
 StepGroup GroupOf(const Layer& layer, const BatchView& batch) {
-  return {.batch = batch,
-          .kv_heads = 1,
-          .has_window16 = layer.rule.enabled(),
-          .rule = layer.rule};
+  return {.batch = batch, .kv_heads = 1, .has_window16 = layer.rule.enabled(), .rule = layer.rule};
 }
 
 // Return [num_tokens, heads, rank].
@@ -70,19 +67,18 @@ std::vector<float> Attend(Layer& layer, const Run& run) {
   const std::vector<float> q = Gather(Queries(c, c.rank, 5), arrays, int64_t{c.heads} * c.rank);
   const std::vector<float> rotary =
       Gather(Queries(c, c.nope + c.rotary, 6), arrays, int64_t{c.heads} * (c.nope + c.rotary));
-  LatentAttentionParams params = {
-      .q = gpu.Upload(q),
-      .q_stride = int64_t{c.heads} * c.rank,
-      .q_rotary = gpu.Upload(rotary) + c.nope,
-      .q_rotary_stride = int64_t{c.heads} * (c.nope + c.rotary),
-      .q_rotary_head_stride = c.nope + c.rotary,
-      .out = gpu.Upload(std::vector<float>(q.size(), NAN)),
-      .q_heads = c.heads,
-      .softmax_scale = ScaleOf(c),
-      .kv = QuantizedView(layer, at),
-      .window16 = Window16View(layer, at),
-      .rule = layer.rule,
-      .batch = gpu.Upload(host)};
+  LatentAttentionParams params = {.q = gpu.Upload(q),
+                                  .q_stride = int64_t{c.heads} * c.rank,
+                                  .q_rotary = gpu.Upload(rotary) + c.nope,
+                                  .q_rotary_stride = int64_t{c.heads} * (c.nope + c.rotary),
+                                  .q_rotary_head_stride = c.nope + c.rotary,
+                                  .out = gpu.Upload(std::vector<float>(q.size(), NAN)),
+                                  .q_heads = c.heads,
+                                  .softmax_scale = ScaleOf(c),
+                                  .kv = QuantizedView(layer, at),
+                                  .window16 = Window16View(layer, at),
+                                  .rule = layer.rule,
+                                  .batch = gpu.Upload(host)};
   CudaLatentAttention(gpu.context, planner, params, host);
   return gpu.Read(params.out, q.size());
 }
@@ -99,9 +95,9 @@ std::vector<double> Wanted(const Case& c, int position, const float* q, const fl
   double sum = 0;
   for (int t = 0; t <= position; ++t) {
     const float* latent = v.data() + int64_t{t} * c.rank;
-    const double weight = std::exp(ScaleOf(c) * (Dot(q, latent, c.rank) +
-                                                 Dot(rotary, k.data() + int64_t{t} * c.rotary,
-                                                     c.rotary)));
+    const double weight =
+        std::exp(ScaleOf(c) * (Dot(q, latent, c.rank) +
+                               Dot(rotary, k.data() + int64_t{t} * c.rotary, c.rotary)));
     sum += weight;
     for (size_t d = 0; d < out.size(); ++d) {
       out[d] += weight * latent[d];
@@ -156,8 +152,8 @@ void Check(const Case& c, const Run& run) {
   layer.Fill();
   const std::vector<float> got = Attend(layer, run);
   CHECK(std::none_of(got.begin(), got.end(), [](float x) { return std::isnan(x); }));
-  const bool bfloat = c.format == kNone && c.rotary_format == kNone &&
-                      c.dtype == DataType::kBFloat16;
+  const bool bfloat =
+      c.format == kNone && c.rotary_format == kNone && c.dtype == DataType::kBFloat16;
   // Rounded queries and keys change a score in proportion to its size.
   const double error = ErrorOf(layer, run, got) / c.softmax_factor;
   CHECK(error < (bfloat ? kMaxErrorBFloat : kMaxError));
@@ -212,7 +208,7 @@ TEST_CASE("prompts and drafts over latents equal FP64, whole and in parts") {
   for (const KvCacheMode format : {kNone, kFp4Nv, kInt8}) {
     for (const int sms : {1, 40}) {
       const Case c = {.format = format, .heads = 20, .rank = 256, .rotary = 64};
-      Check(c, {.chunks = {{290, 294}}, .num_sms = sms});                       // a draft
+      Check(c, {.chunks = {{290, 294}}, .num_sms = sms});  // a draft
       Check(c, {.chunks = {{40, 41}, {0, 9}, {250, 262}}, .num_decode = 1, .num_sms = sms});
     }
   }
@@ -265,8 +261,7 @@ TEST_CASE("a deterministic device gives a row the same bits in any batch and chu
     const std::vector<float> whole =
         Attend(layer, {.chunks = {{530, 560}}, .num_sms = 40, .deterministic = true});
     const auto same = [&](const std::vector<float>& got, int64_t first, int position, int count) {
-      return std::memcmp(got.data() + first * row_size,
-                         whole.data() + (position - 530) * row_size,
+      return std::memcmp(got.data() + first * row_size, whole.data() + (position - 530) * row_size,
                          static_cast<size_t>(count * row_size) * sizeof(float)) == 0;
     };
     const std::vector<float> mixed = Attend(layer, {.chunks = {{559, 560}, {540, 541}, {531, 538}},

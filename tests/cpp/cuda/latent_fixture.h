@@ -43,7 +43,7 @@ struct Case {
   bool search = false;
   float global_scale = 1.f;  // of the latents; twice as much for the rotary part
   float softmax_factor = 1.f;
-  bool hard = false;         // rows of all magnitudes, with NaN and infinities
+  bool hard = false;  // rows of all magnitudes, with NaN and infinities
 };
 
 inline std::string Describe(const Case& c) {

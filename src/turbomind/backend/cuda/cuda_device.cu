@@ -268,9 +268,7 @@ class CudaDevice final : public Device {
   void WriteLatents(const WriteLatentsParams& params) override {
     CudaWriteLatents(context_, WithBatch(params));
   }
-  void HeadLinear(const HeadLinearParams& params) override {
-    linear_.HeadLinear(context_, params);
-  }
+  void HeadLinear(const HeadLinearParams& params) override { linear_.HeadLinear(context_, params); }
   void LatentAttention(const LatentAttentionParams& params) override {
     CudaLatentAttention(context_, planner_, WithBatch(params), params.batch);
   }

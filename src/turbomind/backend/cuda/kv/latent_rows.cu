@@ -1,6 +1,5 @@
-#include "turbomind/backend/cuda/kv/latent_rows.h"
-
 #include "turbomind/backend/cuda/kv/latent_rows.cuh"
+#include "turbomind/backend/cuda/kv/latent_rows.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"

@@ -131,8 +131,7 @@ template <DataType T>
 __global__ void __launch_bounds__(kWriteThreads) WriteLatentsKernel(WriteLatentsParams op) {
   BeginKernel();
   const int lane = ThreadIndexX() & 31;
-  const int64_t index =
-      static_cast<int64_t>(BlockIndexX()) * kLatentRows + (ThreadIndexX() >> 5);
+  const int64_t index = static_cast<int64_t>(BlockIndexX()) * kLatentRows + (ThreadIndexX() >> 5);
   const int64_t num_tokens = op.batch.num_tokens;
   float rotated[kPieces][kLaneValues] = {};
   if (index >= num_tokens) {
@@ -252,8 +251,7 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenLatentsKernel(FlattenKVP
       }
       float x[kLaneValues] = {};
       if (block >= 0) {
-        const RowTarget from =
-            TargetOf(kv, row.side, block, 0, position & (kv.block_seq_len - 1));
+        const RowTarget from = TargetOf(kv, row.side, block, 0, position & (kv.block_seq_len - 1));
         const StoredLane<M> stored = LoadLane<M>(PieceOf<M>(from, piece), lane);
 #pragma unroll
         for (int i = 0; i < kLaneValues; ++i) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑥⑦ Launchers for the rows of latents, as in kv_ops.h. REQUIRES: a cache dtype of 16 bits; rank and
-// rotary_dim are multiples of 16, at most kMaxLatentDim. rows and q are 16-byte aligned.
+// ⑥⑦ Launchers for the rows of latents, as in kv_ops.h. REQUIRES: a cache dtype of 16 bits; rank
+// and rotary_dim are multiples of 16, at most kMaxLatentDim. rows and q are 16-byte aligned.
 
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/ops/latent_params.h"

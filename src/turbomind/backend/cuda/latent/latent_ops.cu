@@ -1,10 +1,9 @@
-#include "turbomind/backend/cuda/latent/latent_ops.h"
-
 #include <algorithm>
 #include <string>
 
 #include "turbomind/backend/cuda/latent/latent_attention.cuh"
 #include "turbomind/backend/cuda/latent/latent_combine.cuh"
+#include "turbomind/backend/cuda/latent/latent_ops.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
@@ -91,16 +90,15 @@ void SetPartials(const Context& context, int64_t num_partials, LatentParams* par
 void Combine(const Context& context, const LatentParams& params, int num_tokens,
              const int32_t* first_partial) {
   const int rank = params.views[0].head_dim;
-  const LatentCombineParams combine = {
-      .partial_o = params.partial_o,
-      .partial_ml = params.partial_ml,
-      .first_partial = first_partial,
-      .num_parts = params.num_parts,
-      .out = params.out + params.first_token * params.q_stride,
-      .out_stride = params.q_stride,
-      .num_tokens = num_tokens,
-      .q_heads = params.q_heads,
-      .rank = rank};
+  const LatentCombineParams combine = {.partial_o = params.partial_o,
+                                       .partial_ml = params.partial_ml,
+                                       .first_partial = first_partial,
+                                       .num_parts = params.num_parts,
+                                       .out = params.out + params.first_token * params.q_stride,
+                                       .out_stride = params.q_stride,
+                                       .num_tokens = num_tokens,
+                                       .q_heads = params.q_heads,
+                                       .rank = rank};
   const LaunchShape shape = {
       .grid_x = CeilDiv(int64_t{num_tokens} * params.q_heads, int64_t{kLatentCombineWarps}),
       .threads = 32 * kLatentCombineWarps};

@@ -47,8 +47,8 @@ struct LinearKernelParams {
   const ExpertWeight* experts = nullptr;  // [num_experts] or null
   const int32_t* offsets = nullptr;       // [num_experts + 1]
   int num_experts = 0;
-  // If set, expert e has the rows [e, e + 1) * expert_rows, and row r of it is at r * y_stride + e *
-  // y_expert_stride in y.
+  // If set, expert e has the rows [e, e + 1) * expert_rows, and row r of it is at r * y_stride + e
+  // * y_expert_stride in y.
   int expert_rows = 0;
   int64_t y_expert_stride = 0;
   bool slot_is_row = false;  // how slots are numbered, see SlotCount
