@@ -100,7 +100,8 @@ TEST_CASE("rows of latents have the CPU's bytes in every format") {
   }
 }
 
-TEST_CASE("a row of 512 latents has one scale of its range, or one per group") {
+TEST_CASE("a row of 512 latents has one scale of its range, or one per group" *
+          doctest::test_suite("small")) {
   for (const KvCacheMode format : kAllKvCacheModes) {
     for (const bool search : {false, true}) {
       CheckRows({.format = format,
