@@ -36,6 +36,10 @@ FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4_split")
 LINEARS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 
+# Attention over latents: heads, and sequences that decode.
+LATENTS = ((16, 1), (16, 32), (128, 1), (128, 32))
+
+
 def device_cells(formats: Sequence[str]) -> Iterator[str]:
     """Yield the cells of device_bench, the most important first. A run may end at any of them."""
     modes = [*FEW_MODES, *(name for name in formats if name not in FEW_MODES)]
@@ -62,6 +66,11 @@ def device_cells(formats: Sequence[str]) -> Iterator[str]:
             yield f"op=write mode={mode} {sizes}"
         for mode in ("nvfp4", "mxfp4"):
             yield f"op=write mode={mode} {sizes} search=1 rotate=1"
+    for head_count, batch in LATENTS:
+        for mode in modes:
+            yield f"op=latents mode={mode} batch={batch} context=8192 heads={head_count}"
+    for mode in ("none", "nvfp4"):
+        yield f"op=latents mode={mode} launches=4 context=8192 new_tokens=512 heads=16"
     offset_heads = f"{heads} head_dim=128 k_offset=1"
     for mode in ("nvfp4", "mxfp4"):
         for batch, context in ((8, 32768), (128, 8192)):
@@ -109,6 +118,9 @@ def small_cells() -> Iterator[str]:
             yield f"op={op} mode={mode} {sizes}{more}"
     for op in ("decode", "quantize", "prefill"):
         yield f"op={op} mode=nvfp4 {sizes} new_tokens={16 if op == 'prefill' else 1} k_offset=1"
+    for tokens in (1, 3):
+        sizes = f"batch=2 context=70 new_tokens={tokens} heads=4 rank=32 rotary=16"
+        yield f"op=latents mode=nvfp4 launches=1 {sizes}"
     for name in FORMATS:
         yield f"op=linear format={name} launches=1 batch=2 rows=64 cols=64"
 

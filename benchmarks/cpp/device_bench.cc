@@ -7,6 +7,7 @@
 //   op=decode|prefill|write|quantize|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8
 //     group=8 head_dim=128 window=0 sinks=0 search=0 rotate=0 k_offset=0 fast_pairs=0
 //     window_format=none
+//   op=latents mode=none batch=1 context=1024 new_tokens=1 heads=16 rank=512 rotary=64
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
 //   op=tune format=bf16 batch=1024 rows=4096 cols=4096 seconds=10
@@ -31,6 +32,7 @@
 #include "bench_device.h"
 #include "bench_line.h"
 #include "kv_cells.h"
+#include "latent_cells.h"
 #include "matrix_cells.h"
 
 namespace turbomind::bench {
@@ -46,6 +48,9 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
   if (op == "decode" || op == "prefill" || op == "write" || op == "quantize" || op == "flatten") {
     return MeasureKv(device, op, checked(KvShape(cell)), limits);
   }
+  if (op == "latents") {
+    return MeasureLatents(device, checked(LatentShape(cell)), limits);
+  }
   if (op == "linear") {
     return MeasureLinear(device, checked(MatrixShape(cell)), limits);
   }
@@ -55,7 +60,7 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
   }
   throw std::invalid_argument("op is " + op +
                               ". It must be one of decode, prefill, write, quantize, flatten, "
-                              "linear, copy, tune, tune_decode.");
+                              "latents, linear, copy, tune, tune_decode.");
 }
 
 // Tunes a layer of one matrix. The calls cycle through rotate_bytes of equal matrices.

@@ -122,11 +122,12 @@ inline void WriteRows(const KvLayerView& view) {
   const float* row = values.data();
   for (int side = 0; side < 2; ++side) {
     const auto s = static_cast<KvSide>(side);
+    const int dim = view.Dim(s);
     for (int head = 0; head < view.kv_heads; ++head) {
-      for (int token = 0; token < view.block_seq_len; ++token, row += view.head_dim) {
+      for (int token = 0; token < view.block_seq_len; ++token, row += dim) {
         const KvRow to = view.Row(s, 0, head, token);
         DispatchFormat(view.format[side], [&]<KvCacheMode M>() {
-          Codec<M>::EncodeRow(row, view.head_dim, view.dtype, 1.f, to.payload, to.metadata);
+          Codec<M>::EncodeRow(row, dim, view.dtype, 1.f, to.payload, to.metadata);
         });
       }
     }
@@ -144,7 +145,9 @@ struct StepArraysOnHost {
   std::vector<PendingQuantization> blocks_to_quantize;  // as many as hold the new tokens
   BatchView batch;
 
-  StepArraysOnHost(const KvShape& shape, int64_t num_blocks) {
+  // `shape` is a KvShape or a LatentShape.
+  template <class Shape>
+  StepArraysOnHost(const Shape& shape, int64_t num_blocks) {
     constexpr int64_t kScatter =
         7919;  // a prime: consecutive blocks of a sequence have distant addresses
     const int first = shape.first_visible_block();

@@ -286,6 +286,8 @@ def make_models() -> str:
         vision,
         "Models with recurrent layers reuse a prefix up to a checkpoint of their states "
         "([kv_cache.md](kv_cache.md#recurrent-layers)).",
+        "Models with latent attention run on CPUs and on CUDA, which has run them on no card yet "
+        "([gpu.md](gpu.md#latents)).",
         "## Tensors and config.json",
         "Names of tensors may lack `model.`, as in embedding models (`Qwen3Model`), or have other "
         "prefixes, such as `language_model.model.` or `transformer.`.",

@@ -204,6 +204,42 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
   CHECK(num_tokens_sent == static_cast<int>(Settings().size()) - 3);
 }
 
+std::vector<Setting> LatentSettings() {
+  std::vector<Setting> settings;
+  for (const ModelConfig& model : {testing::TinyDeepSeek(), testing::TinyGlm()}) {
+    for (const KvCacheMode format :
+         {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3, KvCacheMode::kInt4,
+          KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+      settings.push_back({model, testing::TinyEngineConfig(format), {.quantized = true}});
+    }
+  }
+  Setting window16 = {
+      testing::TinyGlm(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv), {.quantized = true}};
+  window16.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
+  window16.prompts = {210, 3, 140};
+  settings.push_back(window16);
+  Setting rotary = window16;
+  rotary.config.kv_layers = {{KvCacheMode::kInt8, KvCacheMode::kFp4Mx},
+                             {KvCacheMode::kNone, KvCacheMode::kInt4}};
+  rotary.config.kv_quality.window_format = KvCacheMode::kInt8;
+  settings.push_back(rotary);
+  return settings;
+}
+
+TEST_CASE("latents: an engine on a GPU matches the logits of one on a CPU") {
+  for (const Setting& setting : LatentSettings()) {
+    CAPTURE(std::string(ToString(setting.config.kv_format)));
+    CAPTURE(setting.model.num_heads);
+    CAPTURE(setting.prompts[0]);
+    const auto requests = Requests(setting);
+    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+    const Outputs plain = RunPlain(setting);
+    const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
+    CheckAlike(got, want, kMaxError + FormatError(want, plain));
+    CheckStored(got, want, plain);
+  }
+}
+
 // The stand-in's clock counts launches, so its tuner chooses the fused kernels, which round at
 // other places.
 TEST_CASE("a tuned engine on a GPU matches the logits of one that is not tuned") {
@@ -265,6 +301,33 @@ void CheckSameBits(const Outputs& got, uint64_t first_id, const Outputs& want) {
   }
 }
 
+// Compare each request alone with all in one batch, after prefix hits, and in chunks.
+void CheckBitsOfBatches(Setting setting) {
+  const CudaDeviceOptions options = {.deterministic = true};
+  const auto requests = Requests(setting);
+  Outputs want;
+  for (const auto& request : requests) {
+    want.merge(RunOn(cuda::MakeDevice(0, options), setting, {request}));
+  }
+  INFO("in one batch, and again after prefix hits");
+  const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
+  Engine engine(setting.model, setting.config,
+                testing::TinyWeights(setting.model, *device, setting.options), device, kFreeBytes);
+  for (const uint64_t first_id : {0, 100}) {
+    for (const auto& request : Requests(setting)) {
+      request->id += first_id;
+      engine.Submit(request);
+    }
+    CheckSameBits(testing::Collect(engine, requests.size()), first_id, want);
+  }
+  CHECK(engine.stats().prefix_hit_tokens > 0);
+  for (const int chunk : {3, 7}) {  // 3 gives many single tokens, which look like decode
+    CAPTURE(chunk);
+    setting.config.max_prefill_token_num = chunk;
+    CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, requests), 0, want);
+  }
+}
+
 TEST_CASE("a deterministic engine gives a sequence the same bits in any batch and chunking") {
   for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
     CAPTURE(std::string(ToString(format)));
@@ -275,30 +338,89 @@ TEST_CASE("a deterministic engine gives a sequence the same bits in any batch an
       setting.config.kv_quality.k_offset = true;
       setting.prompts = {210, 3, 21};  // blocks leave the window
     }
+    CheckBitsOfBatches(setting);
+  }
+}
+
+TEST_CASE("latents: a deterministic engine gives a sequence the same bits in any batch") {
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3,
+                                   KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(format)));
+    Setting setting = {testing::TinyGlm(), testing::TinyEngineConfig(format), kPacked, {24, 3, 11}};
+    if (format == KvCacheMode::kFp4Nv) {
+      setting.model = testing::TinyDeepSeek();
+      setting.config.kv_quality.window16 = {0, 64};
+      setting.prompts = {100, 3, 11};  // blocks leave the window
+    }
+    CheckBitsOfBatches(setting);
+  }
+}
+
+TEST_CASE("latents: drafts change no bit of a deterministic engine") {
+  for (const ModelConfig& model : {testing::TinyDeepSeek(), testing::TinyGlm()}) {
+    const Setting setting = {
+        model, testing::TinyEngineConfig(KvCacheMode::kFp4Nv), kPacked, {20, 9}};
     const CudaDeviceOptions options = {.deterministic = true};
-    const auto requests = Requests(setting);
-    Outputs want;
-    for (const auto& request : requests) {
-      want.merge(RunOn(cuda::MakeDevice(0, options), setting, {request}));
-    }
-    INFO("in one batch, and again after prefix hits");
+    const Outputs want = RunOn(cuda::MakeDevice(0, options), setting, Requests(setting));
     const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
-    Engine engine(setting.model, setting.config,
-                  testing::TinyWeights(setting.model, *device, setting.options), device,
-                  kFreeBytes);
-    for (const uint64_t first_id : {0, 100}) {
-      for (const auto& request : Requests(setting)) {
-        request->id += first_id;
-        engine.Submit(request);
+    const auto weights = testing::TinyWeights(model, *device, setting.options);
+    EngineConfig config = setting.config;
+    config.num_draft_tokens = 3;
+    config.draft_model = std::make_shared<DraftModel>(model, weights);
+    Engine engine(model, config, weights, device, 8 * kFreeBytes);  // two models
+    for (const auto& request : Requests(setting)) {
+      engine.Submit(request);
+    }
+    CheckSameBits(testing::Collect(engine, setting.prompts.size()), 0, want);
+    CHECK(engine.stats().accepted_tokens > 0);
+  }
+}
+
+// An engine on a device with one request, whose prefix others may get.
+struct OneEngine {
+  OneEngine(std::shared_ptr<Device> on, const Setting& setting)
+      : engine(setting.model, setting.config,
+               testing::TinyWeights(setting.model, *on, setting.options), on, kFreeBytes) {}
+  std::vector<float> Logits(const Setting& setting) {
+    engine.Submit(Requests(setting)[0]);
+    const Outputs outputs = testing::Collect(engine, 1);
+    CHECK(outputs.at(1).error == "");
+    return outputs.at(1).logits;
+  }
+
+  Engine engine;
+};
+
+TEST_CASE("latents: blocks pass between engines on a GPU and on a CPU") {
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(format)));
+    const Setting setting = {
+        testing::TinyDeepSeek(), testing::TinyEngineConfig(format), kPacked, {100}};
+    const CudaDeviceOptions options = {.deterministic = true};
+    const std::vector<int32_t> tokens = testing::RandomPrompt(1, 100);
+    OneEngine gpu(cuda::MakeDevice(0, options), setting);
+    const std::vector<float> want = gpu.Logits(setting);
+    std::vector<BlockCopies> copies = gpu.engine.ExportPrefix(tokens, 0, {});
+    REQUIRE(copies.size() >= 5);
+    OneEngine cpu(MakeCpuDevice(1), setting);
+    OneEngine last(cuda::MakeDevice(0, options), setting);
+    // The CPU passes on what it was given, byte for byte.
+    for (OneEngine* to : {&cpu, &last}) {
+      std::vector<BlockViews> views;
+      for (const BlockCopies& block : copies) {
+        views.emplace_back(block.begin(), block.end());
       }
-      CheckSameBits(testing::Collect(engine, requests.size()), first_id, want);
+      CHECK(to->engine.ImportPrefix(tokens, 0, views, {}) == static_cast<int64_t>(copies.size()));
+      const std::vector<BlockCopies> again = to->engine.ExportPrefix(tokens, 0, {});
+      CHECK(again == copies);
+      copies = again;
     }
-    CHECK(engine.stats().prefix_hit_tokens > 0);
-    for (const int chunk : {3, 7}) {  // 3 gives many single tokens, which look like decode
-      CAPTURE(chunk);
-      setting.config.max_prefill_token_num = chunk;
-      CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, requests), 0, want);
-    }
+    CHECK(last.Logits(setting) == want);
+    CHECK(last.engine.stats().prefix_hit_tokens >= 80);
+    const std::vector<float> on_cpu = cpu.Logits(setting);
+    CHECK(cpu.engine.stats().prefix_hit_tokens >= 80);
+    CHECK(Error({on_cpu.begin(), on_cpu.begin() + testing::kVocab},
+                {want.begin(), want.begin() + testing::kVocab}) < 2 * kMaxError);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "turbomind/backend/cpu/cpu_device.h"
@@ -184,6 +185,42 @@ inline ModelConfig TinyGemma4() {
   return config;
 }
 
+// Returns a config like that of DeepSeek-V2: latents, a dense layer and one with experts beside a
+// shared one. RoPE rotates neighbors.
+inline ModelConfig TinyDeepSeek() {
+  ModelConfig config = TinyConfig();
+  config.windows = {0, 0};
+  config.num_kv_heads = 1;
+  config.head_dim = 64;  // of a latent
+  config.latent = {.nope_dim = 32, .rope_dim = 16, .value_dim = 32, .interleaved = true};
+  config.ropes[0].dim = 16;
+  config.softmax_scale = 0.15f;
+  config.moe = {.num_experts = 6,
+                .top_k = 3,
+                .intermediate_size = 32,
+                .shared_intermediate_size = 64,
+                .normalize = false,
+                .layers = {0, 1}};
+  config.moe.shared_gate = false;
+  return config;
+}
+
+// Returns a config like that of GLM-4.7-Flash: queries come from a latent too, there are 20 heads,
+// and experts are weighted by sigmoids. All are selected, because the selection of a random model
+// depends on roundings.
+inline ModelConfig TinyGlm() {
+  ModelConfig config = TinyDeepSeek();
+  config.num_heads = 20;
+  config.head_dim = 96;
+  config.latent.q_rank = 32;
+  config.latent.interleaved = false;
+  config.moe.top_k = config.moe.num_experts;
+  config.moe.normalize = true;
+  config.moe.sigmoid = true;
+  config.moe.scale = 1.5f;
+  return config;
+}
+
 class RandomValues {
  public:
   explicit RandomValues(uint32_t seed) : generator_(seed) {}
@@ -242,7 +279,10 @@ class TinyBuilder {
       if (config_.recurrent.Has(i)) {
         AddRecurrent(prefix + "recurrent.");
       }
-      if (config_.HasAttention(i)) {
+      if (config_.latent.exists()) {
+        AddLatents(prefix + "latent.");
+        AddMatrix(prefix + "o", config_.hidden_size, config_.AttendedSize(), OutputRange());
+      } else if (config_.HasAttention(i)) {
         AddAttention(prefix, i);
       }
       if (config_.moe.HasExperts(i)) {
@@ -340,6 +380,29 @@ class TinyBuilder {
     }
   }
 
+  void AddLatents(const std::string& prefix) {
+    const LatentConfig& latent = config_.latent;
+    const int64_t hidden = config_.hidden_size;
+    const int64_t rank = config_.head_dim;
+    if (latent.q_rank > 0) {
+      AddMatrix(prefix + "q_a", latent.q_rank, hidden, 0.3f);
+      AddVector(prefix + "q_a_norm", latent.q_rank, 0.5f, 1.5f);
+    }
+    AddMatrix(prefix + "q", config_.QuerySize(), latent.q_rank > 0 ? latent.q_rank : hidden, 0.3f);
+    AddMatrix(prefix + "kv_a", rank + latent.rope_dim, hidden, 0.3f);
+    AddVector(prefix + "kv_a_norm", rank, 0.5f, 1.5f);
+    // The matrices of the heads share one format.
+    for (const auto& [name, rows, cols] :
+         {std::tuple<std::string, int64_t, int64_t>{"k_b.", rank, latent.nope_dim},
+          {"v_b.", latent.value_dim, rank}}) {
+      const bool is_bf16 = is_bf16_;
+      for (int head = 0; head < config_.num_heads; ++head) {
+        is_bf16_ = is_bf16;
+        AddMatrix(prefix + name + std::to_string(head), rows, cols, 0.3f);
+      }
+    }
+  }
+
   void AddAttention(const std::string& prefix, int layer) {
     const int64_t hidden = config_.hidden_size;
     const int64_t q = config_.QSize(layer);
@@ -390,8 +453,10 @@ class TinyBuilder {
       }
     }
     AddMatrix(prefix + "router", moe.num_experts, hidden, 1.f);
+    const bool is_bf16 = is_bf16_;
     for (int e = 0; e < moe.num_experts; ++e) {
       const std::string expert = prefix + "experts." + std::to_string(e) + ".";
+      is_bf16_ = is_gpt_oss() ? is_bf16_ : is_bf16;  // the experts of a layer share their formats
       if (!is_gpt_oss()) {
         AddFeedForward(expert, moe.intermediate_size);
         continue;

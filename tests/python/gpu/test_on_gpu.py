@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 from serving import post, serving
+from tiny_latents import V2
 from tiny_models import TinyModel, make_model, save_model
 from tiny_moe import GPT_OSS
 
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 POSITIONS = {"max_position_embeddings": 2048}
 LLAMA = TinyModel("llama", "Llama", POSITIONS)
 QWEN2 = TinyModel("qwen2", "Qwen2", POSITIONS)
+LATENTS = dataclasses.replace(V2, settings={**V2.settings, **POSITIONS})
 CONTEXT = 600
 WORST_PPL = 0.01  # nats between BF16 on a GPU and on a CPU
 
@@ -57,6 +60,7 @@ MODELS = {
     "slow-bias": partial(save_biased, pairs=slice(29, 32)),
     "fast-bias": partial(save_biased, pairs=slice(0, 3)),
     "gpt-oss": lambda folder: save_model(make_model(GPT_OSS), folder),
+    "latents": lambda folder: save_model(make_model(LATENTS), folder),
 }
 
 

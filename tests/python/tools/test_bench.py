@@ -194,7 +194,8 @@ def test_gpu_ops_have_small_tests_for_the_memory_checkers():
         if 'test_suite("small")' in path.read_text(encoding="utf-8")
     }
     ops = {"decode_ops", "sampling_ops", "kv_flatten", "kv_ops", "linear_ops", "prefill_ops"}
-    assert small == {*ops, "device_suite", "recurrent_suite", "routing_suite"}
+    latents = {"latent_attention", "latent_rows"}
+    assert small == {*ops, *latents, "device_suite", "recurrent_suite", "routing_suite"}
 
 
 def test_gpu_check_tuner_prints_and_stores_rows_to_commit(tmp_path):

@@ -9,6 +9,8 @@
 #include "turbomind/backend/cuda/decode/decode_variants.h"
 #include "turbomind/backend/cuda/dense/dense_ops.h"
 #include "turbomind/backend/cuda/kv/kv_ops.h"
+#include "turbomind/backend/cuda/kv/latent_rows.h"
+#include "turbomind/backend/cuda/latent/latent_ops.h"
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 #include "turbomind/backend/cuda/linear/linear_tuning.h"
@@ -147,6 +149,10 @@ class CudaDevice final : public Device {
                             std::to_string(layer.block_seq_len) +
                             " tokens. Use at most 128 (--cache-block-seq-len).");
     }
+    if (layer.HasLatents()) {
+      RequireLatentKernels(layer);
+      return;
+    }
     FindDecodeVariant(layer, 1, properties_);  // prefill has the same head_dims and dtypes
   }
 
@@ -259,6 +265,13 @@ class CudaDevice final : public Device {
       return;
     }
     CudaDecodeAttention(context_, planner_, WithBatch(params));
+  }
+  void WriteLatents(const WriteLatentsParams& params) override {
+    CudaWriteLatents(context_, WithBatch(params));
+  }
+  void HeadLinear(const HeadLinearParams& params) override { linear_.HeadLinear(context_, params); }
+  void LatentAttention(const LatentAttentionParams& params) override {
+    CudaLatentAttention(context_, planner_, WithBatch(params), params.batch);
   }
   void ShortConvolution(const ShortConvolutionParams& params) override {
     CudaShortConvolution(context_, WithStates(params));

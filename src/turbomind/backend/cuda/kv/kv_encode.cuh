@@ -318,26 +318,47 @@ struct IntLane {
   float zero;
 };
 
-template <int kRowLanes, int kIntBits, DataType T>
-TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
+struct ValueRange {
+  float min;
+  float max;
+};
+
+// Return the range of a lane's values. Lanes that hold nothing return the empty one.
+template <DataType T>
+TM_DEVICE ValueRange RangeOfLane(const LaneValues& x, const RowLane& at) {
+  float finite[kLaneValues];
+  FiniteValues<T>(x, finite);
+  ValueRange range = {at.active() ? finite[0] : BitsFloat(kInfinityBits),
+                      at.active() ? finite[0] : -BitsFloat(kInfinityBits)};
+#pragma unroll
+  for (int i = 1; i < kLaneValues; ++i) {
+    range.min = at.active() ? fminf(range.min, finite[i]) : range.min;
+    range.max = at.active() ? fmaxf(range.max, finite[i]) : range.max;
+  }
+  return range;
+}
+
+// Return the range of the lanes of a row.
+template <int kRowLanes>
+TM_DEVICE ValueRange RangeOfRow(ValueRange range) {
+#pragma unroll
+  for (int mask = 1; mask < kRowLanes; mask *= 2) {
+    range.min = fminf(range.min, ShuffleXor(range.min, mask));
+    range.max = fmaxf(range.max, ShuffleXor(range.max, mask));
+  }
+  return range;
+}
+
+// Encode a lane's values of a row with this range.
+template <int kIntBits, DataType T>
+TM_DEVICE IntLane<kIntBits> EncodeIntIn(const ValueRange& range_of_row, const LaneValues& x,
+                                        const RowLane& at) {
   using Definition = IntCodec<kIntBits>;
   float finite[kLaneValues];
   FiniteValues<T>(x, finite);
-  float min_value = at.active() ? finite[0] : BitsFloat(kInfinityBits);
-  float max_value = at.active() ? finite[0] : -BitsFloat(kInfinityBits);
-#pragma unroll
-  for (int i = 1; i < kLaneValues; ++i) {
-    min_value = at.active() ? fminf(min_value, finite[i]) : min_value;
-    max_value = at.active() ? fmaxf(max_value, finite[i]) : max_value;
-  }
-#pragma unroll
-  for (int mask = 1; mask < kRowLanes; mask *= 2) {
-    min_value = fminf(min_value, ShuffleXor(min_value, mask));
-    max_value = fmaxf(max_value, ShuffleXor(max_value, mask));
-  }
   IntLane<kIntBits> out = {};
-  out.zero = min_value + 0.f;
-  const float range = max_value - min_value;
+  out.zero = range_of_row.min + 0.f;
+  const float range = range_of_row.max - range_of_row.min + 0.f;  // not -0, whatever zeros it has
   out.scale =
       RoundTo((range < Definition::kWidest ? range : Definition::kWidest) / Definition::kLevels, T);
   if (!(out.scale > 0.f) || !at.active()) {
@@ -355,6 +376,11 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
     out.codes.v[i * kIntBits / 32] |= code << (i * kIntBits % 32);
   }
   return out;
+}
+
+template <int kRowLanes, int kIntBits, DataType T>
+TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
+  return EncodeIntIn<kIntBits, T>(RangeOfRow<kRowLanes>(RangeOfLane<T>(x, at)), x, at);
 }
 
 }  // namespace turbomind::cuda

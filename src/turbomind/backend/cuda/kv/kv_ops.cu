@@ -5,6 +5,7 @@
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/backend/cuda/kv/kv_quantize.cuh"
 #include "turbomind/backend/cuda/kv/kv_write.cuh"
+#include "turbomind/backend/cuda/kv/latent_rows.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
@@ -59,6 +60,10 @@ void CudaWriteKv(const Context& context, const WriteKvParams& params) {
 }
 
 void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& params) {
+  if (params.kv.HasLatents()) {
+    CudaQuantizeLatents(context, params);
+    return;
+  }
   DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
     const int64_t rows =
         static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads * params.kv.block_seq_len;
@@ -80,6 +85,10 @@ void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& para
 }
 
 void CudaFlattenKV(const Context& context, const FlattenKVParams& params) {
+  if (params.kv.HasLatents()) {
+    CudaFlattenLatents(context, params);
+    return;
+  }
   DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
     const int64_t rows =
         static_cast<int64_t>(params.batch.num_seqs) * params.kv.kv_heads * params.max_len;

@@ -20,6 +20,8 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
+// Heads with more rows have a launch each, so that there are few tables of their rows.
+constexpr int kMaxHeadRows = 256;
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
@@ -360,6 +362,9 @@ CudaLinear::~CudaLinear() {
   for (auto& [array, table] : tables_) {
     FreeGpu(table.gpu);
   }
+  for (auto& [shape, rows] : head_rows_) {
+    FreeGpu(rows.gpu);
+  }
 }
 
 LinearMachine CudaLinear::machine(const Context& ctx) const {
@@ -386,6 +391,11 @@ void CudaLinear::Run(const Context& ctx, const LinearStack& stack, LinearKernelP
   if (kernel == LinearKernel::kWide) {
     return RunWide(ctx, stack.stored, params, {}, wide_counters_);
   }
+  RunOwn(ctx, stack, params, kernel);
+}
+
+void CudaLinear::RunOwn(const Context& ctx, const LinearStack& stack, LinearKernelParams params,
+                        LinearKernel kernel) {
   DispatchMatrix(stack.stored, [&]<MatrixFormat F>() {
     if constexpr (F == MatrixFormat::kF32) {
       AlignX(ctx, stack.stored, &params);
@@ -434,15 +444,17 @@ void CudaLinear::Project(const Context& ctx, const ProjectParams& params) {
 }
 
 void CudaLinear::ForgetExperts(const LinearPart* experts) {
-  const auto found = tables_.find(experts);
-  if (found != tables_.end()) {
-    FreeGpu(found->second.gpu);
-    tables_.erase(found);
-  }
+  std::erase_if(tables_, [&](const auto& entry) {
+    const bool is_of_array = entry.first.first == experts;
+    if (is_of_array) {
+      FreeGpu(entry.second.gpu);
+    }
+    return is_of_array;
+  });
 }
 
 const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearParams& params) {
-  ExpertTable& table = tables_[params.experts];
+  ExpertTable& table = tables_[{params.experts, params.num_experts}];
   const auto count = static_cast<size_t>(params.num_experts);
   bool same = table.host.size() == count;
   for (size_t i = 0; i < count && same; ++i) {
@@ -510,6 +522,58 @@ void CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params
   }
   Run(ctx, stack, experts);
   CudaGatedActivation(ctx, params.activation);
+}
+
+const CudaLinear::HeadRows& CudaLinear::RowsOf(const Context& ctx, int num_heads, int num_rows,
+                                               int x_step) {
+  HeadRows& rows = head_rows_[{num_heads, num_rows, x_step}];
+  if (rows.gpu != nullptr) {
+    return rows;
+  }
+  for (int head = 0; head < num_heads; ++head) {
+    for (int row = 0; row < num_rows; ++row) {
+      rows.host.push_back(row * x_step + head);
+    }
+  }
+  for (int head = 0; head <= num_heads; ++head) {
+    rows.host.push_back(head * num_rows);
+  }
+  const size_t bytes = rows.host.size() * sizeof(int32_t);
+  rows.gpu = static_cast<int32_t*>(AllocateGpu(bytes));
+  CopyBytes(rows.gpu, rows.host.data(), bytes, ctx.stream);
+  return rows;
+}
+
+void CudaLinear::HeadLinear(const Context& ctx, const HeadLinearParams& params) {
+  if (params.num_rows > kMaxHeadRows || params.x_stride % params.x_head_stride != 0) {
+    for (int head = 0; head < params.num_heads; ++head) {
+      Linear(ctx, {.x = params.x + head * params.x_head_stride,
+                   .x_stride = params.x_stride,
+                   .parts = params.heads + head,
+                   .num_parts = 1,
+                   .y = params.y + head * params.y_head_stride,
+                   .y_stride = params.y_stride,
+                   .num_rows = params.num_rows});
+    }
+    return;
+  }
+  const HeadRows& rows = RowsOf(ctx, params.num_heads, params.num_rows,
+                                static_cast<int>(params.x_stride / params.x_head_stride));
+  const int num_rows = params.num_rows * params.num_heads;
+  LinearKernelParams kernel = KernelParamsOf(ctx, {.x = params.x,
+                                                   .x_stride = params.x_head_stride,
+                                                   .x_rows = rows.gpu,
+                                                   .y = params.y,
+                                                   .y_stride = params.y_stride,
+                                                   .experts = params.heads,
+                                                   .num_experts = params.num_heads,
+                                                   .offsets = rows.gpu + num_rows,
+                                                   .num_rows = num_rows});
+  kernel.expert_rows = params.num_rows;
+  kernel.y_expert_stride = params.y_head_stride;
+  const LinearStack stack = StackOfExperts({params.heads, static_cast<size_t>(params.num_heads)});
+  // The kernels of the table store all outputs with StoreOutput.
+  RunOwn(ctx, stack, kernel, TableKernel(stack, num_rows, machine(ctx)));
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

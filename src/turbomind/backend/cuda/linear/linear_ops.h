@@ -2,10 +2,12 @@
 
 // ⑥ Linear layers and embedding: the host side.
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "turbomind/backend/cuda/linear/cublas_lt.h"
@@ -13,6 +15,7 @@
 #include "turbomind/backend/cuda/linear/linear_shape.cuh"
 #include "turbomind/backend/cuda/linear/linear_wide.h"
 #include "turbomind/backend/cuda/runtime/context.h"
+#include "turbomind/ops/latent_params.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
@@ -43,6 +46,10 @@ class CudaLinear {
 
   void GroupedGate(const Context& ctx, const GroupedGateParams& params);
 
+  // Up to some number of rows, the heads are the experts of one launch. Keeps tables as
+  // GroupedLinear does.
+  void HeadLinear(const Context& ctx, const HeadLinearParams& params);
+
   void Embed(const Context& ctx, const EmbedParams& params);
 
   // The tuner's part. Calls with ctx.deterministic ignore the choices.
@@ -60,14 +67,27 @@ class CudaLinear {
     std::vector<ExpertWeight> host;
     ExpertWeight* gpu = nullptr;
   };
+  // The x_rows and the offsets of GroupedLinearParams, for heads that are experts. They are not
+  // changed once they are made, so that graphs may use them.
+  struct HeadRows {
+    std::vector<int32_t> host;
+    int32_t* gpu = nullptr;
+  };
+  // Row r of head h is row r * x_step + h of x.
+  const HeadRows& RowsOf(const Context& ctx, int num_heads, int num_rows, int x_step);
   const ExpertWeight* TableOf(const Context& ctx, const GroupedLinearParams& params);
   LinearKernelParams KernelParamsOf(const Context& ctx, const GroupedLinearParams& params);
   LinearKernel KernelOf(const Context& ctx, const LinearStack& stack, int64_t num_rows) const;
   void Run(const Context& ctx, const LinearStack& stack, LinearKernelParams params);
+  // REQUIRES: `kernel` is not kWide or kFused.
+  void RunOwn(const Context& ctx, const LinearStack& stack, LinearKernelParams params,
+              LinearKernel kernel);
 
   std::unique_ptr<CublasLt> library_;
   LinearChoices choices_;
-  std::map<const LinearPart*, ExpertTable> tables_;
+  // By array and number: attention over latents may use the first heads of an array alone.
+  std::map<std::pair<const LinearPart*, int>, ExpertTable> tables_;
+  std::map<std::array<int, 3>, HeadRows> head_rows_;  // by the arguments of RowsOf
   WideCounters wide_counters_;
 };
 

@@ -47,6 +47,10 @@ struct LinearKernelParams {
   const ExpertWeight* experts = nullptr;  // [num_experts] or null
   const int32_t* offsets = nullptr;       // [num_experts + 1]
   int num_experts = 0;
+  // If set, expert e has the rows [e, e + 1) * expert_rows, and row r of it is at r * y_stride + e
+  // * y_expert_stride in y.
+  int expert_rows = 0;
+  int64_t y_expert_stride = 0;
   bool slot_is_row = false;  // how slots are numbered, see SlotCount
 };
 
@@ -207,7 +211,13 @@ TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block
   if (row >= block.num_rows || output >= block.num_outputs) {
     return;
   }
-  float* y = p.y + (block.first_row + row) * p.y_stride + block.y_column + output;
+  int y_row = block.first_row + row;
+  float* y = p.y + block.y_column + output;
+  if (p.expert_rows > 0) {
+    y += y_row / p.expert_rows * p.y_expert_stride;
+    y_row %= p.expert_rows;
+  }
+  y += y_row * p.y_stride;
   sum = FinishSum<kFactor>(sum, block.factor, block.bias, output);
   if (p.accumulate) {
     sum += LoadGlobal(static_cast<const float*>(y));

@@ -1,0 +1,266 @@
+#pragma once
+
+// ⑥ WriteLatents, QuantizeBlocks and FlattenKV of layers with latents. A warp owns a row. A row of
+// latents may have more values than kv_encode.cuh covers with one warp, so that it is processed in
+// pieces of 256 values. Only the range of an integer format spans them.
+//
+// Bytes moved: the rows in FP32 and their codes. Bound: latency, with few tokens.
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/kv/kv_quantize.cuh"
+#include "turbomind/backend/cuda/kv/kv_write.cuh"
+#include "turbomind/backend/cuda/kv/row_reader.cuh"
+#include "turbomind/ops/latent_params.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int kLatentRows = kWriteThreads / 32;  // per block: one per warp
+inline constexpr int kPieceValues = 32 * kLaneValues;
+inline constexpr int kPieces = kMaxLatentDim / kPieceValues;
+
+// Return a lane's place in piece `piece` of a row of n values.
+TM_DEVICE RowLane LaneOfPiece(int lane, int n, int piece) {
+  const int rest = n - piece * kPieceValues;
+  return {lane, rest > 0 ? rest : 0};
+}
+
+// Return the location of a piece of a row.
+template <KvCacheMode M>
+TM_DEVICE RowTarget PieceOf(const RowTarget& row, int piece) {
+  RowTarget to = row;
+  if (to.payload != nullptr) {
+    to.payload += piece * (kPieceValues * Codec<M>::kBits / 8);
+    to.meta += IsFp4(M) ? piece * (kPieceValues / kFp4Group) : 0;
+  }
+  return to;
+}
+
+// Encode and store a row of n values, as WriteRow does.
+template <DataType T>
+TM_DEVICE void WritePieces(const RowTarget& to, int lane, int n, const LaneValues (&x)[kPieces],
+                           bool search) {
+  DispatchFormat(to.format, [&]<KvCacheMode M>() {
+    if constexpr (IsInteger(M)) {
+      ValueRange range = RangeOfLane<T>(x[0], LaneOfPiece(lane, n, 0));
+#pragma unroll
+      for (int piece = 1; piece < kPieces; ++piece) {
+        const ValueRange next = RangeOfLane<T>(x[piece], LaneOfPiece(lane, n, piece));
+        range = {fminf(range.min, next.min), fmaxf(range.max, next.max)};
+      }
+      range = RangeOfRow<32>(range);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const RowLane at = LaneOfPiece(lane, n, piece);
+        StoreIntLane<T>(PieceOf<M>(to, piece), at,
+                        EncodeIntIn<Codec<M>::kBits, T>(range, x[piece], at));
+      }
+    } else {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        RowWriter<M>::template Write<32, T>(PieceOf<M>(to, piece), LaneOfPiece(lane, n, piece),
+                                            x[piece], search);
+      }
+    }
+  });
+}
+
+// Round a row of FP32 values, count what the cache counts, and store it.
+template <DataType T>
+TM_DEVICE void StoreLatentRow(const WriteLatentsParams& op, const RowTarget& to, int lane, int n,
+                              const float (&x)[kPieces][kLaneValues]) {
+  LaneValues values[kPieces];
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    values[piece] = RoundLane<T>(x[piece]);
+    if (to.payload != nullptr) {
+      if (values[piece].has_nonfinite()) {
+        AddGlobal(op.num_nonfinite, CountNonfinite(values[piece]));
+      }
+      AddClipped(values[piece], to.format, to.global_scale, op.num_clipped);
+    }
+  }
+  WritePieces<T>(to, lane, n, values, op.search_scales);
+}
+
+// Rotate the lane's eight values of `x` [rotary_dim] in place, and return them.
+TM_DEVICE void RotateLatent(const WriteLatentsParams& op, int token, int lane, float* x,
+                            float (&out)[kLaneValues]) {
+  const int half = op.kv.rotary_dim / 2;
+  const float* cosines = op.rope_cos + static_cast<int64_t>(token) * half;
+  const float* sines = op.rope_sin + static_cast<int64_t>(token) * half;
+  const bool active = lane * kLaneValues < op.kv.rotary_dim;
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    out[i] = 0.f;
+    if (active) {
+      const int d = lane * kLaneValues + i;
+      const bool is_first = op.interleaved ? d % 2 == 0 : d < half;
+      const int partner = op.interleaved ? d ^ 1 : is_first ? d + half : d - half;
+      const int angle = op.interleaved ? d / 2 : is_first ? d : partner;
+      const float own = MulRounded(LoadGlobal(x + d), LoadGlobal(cosines + angle));
+      const float turned = MulRounded(LoadGlobal(x + partner), LoadGlobal(sines + angle));
+      out[i] = is_first ? own - turned : own + turned;
+    }
+  }
+  SyncWarp();  // all lanes have read their partners
+#pragma unroll
+  for (int i = 0; active && i < kLaneValues; ++i) {
+    StoreGlobal(x + lane * kLaneValues + i, out[i]);
+  }
+}
+
+// Return the location of a side of a token's row.
+TM_DEVICE RowTarget LatentTarget(const WriteLatentsParams& op, KvSide side, int token) {
+  const bool window16 = op.window16.data != nullptr;
+  const KvLayerView& kv = window16 ? op.window16 : op.kv;
+  const int position = LoadGlobal(op.batch.positions + token);
+  const int shift = CountZeros(kv.block_seq_len);
+  const int32_t block =
+      LoadGlobal((window16 ? op.batch.window16_tables : op.batch.block_tables) +
+                 SequenceOf(op.batch, token) * op.batch.block_table_stride + (position >> shift));
+  if (block < 0) {
+    return {side == KvSide::kK ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
+  }
+  return TargetOf(kv, side, block, 0, position & (kv.block_seq_len - 1));
+}
+
+// A warp stores a token's row, or rotates one of its queries. Grid: num_tokens * (1 + q_heads) /
+// kLatentRows. The rows come first, because they take longer.
+template <DataType T>
+__global__ void __launch_bounds__(kWriteThreads) WriteLatentsKernel(WriteLatentsParams op) {
+  BeginKernel();
+  const int lane = ThreadIndexX() & 31;
+  const int64_t index = static_cast<int64_t>(BlockIndexX()) * kLatentRows + (ThreadIndexX() >> 5);
+  const int64_t num_tokens = op.batch.num_tokens;
+  float rotated[kPieces][kLaneValues] = {};
+  if (index >= num_tokens) {
+    const int64_t query = index - num_tokens;
+    if (query < num_tokens * op.q_heads) {
+      float* q = op.q + query * (op.nope_dim + op.kv.rotary_dim) + op.nope_dim;
+      RotateLatent(op, static_cast<int>(query / op.q_heads), lane, q, rotated[0]);
+    }
+    return;
+  }
+  const int token = static_cast<int>(index);
+  const int rank = op.kv.head_dim;
+  float* row = op.rows + index * (rank + op.kv.rotary_dim);
+  RotateLatent(op, token, lane, row + rank, rotated[0]);
+  StoreLatentRow<T>(op, LatentTarget(op, KvSide::kK, token), lane, op.kv.rotary_dim, rotated);
+  float latent[kPieces][kLaneValues] = {};
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    if (LaneOfPiece(lane, rank, piece).active()) {
+      LoadFloats(row + piece * kPieceValues + lane * kLaneValues, latent[piece]);
+    }
+  }
+  StoreLatentRow<T>(op, LatentTarget(op, KvSide::kV, token), lane, rank, latent);
+}
+
+// A row of QuantizeBlocks or FlattenKV.
+struct LatentSlot {
+  KvSide side;
+  int64_t index;  // among the rows of its side
+};
+
+// The warps of a grid process all rows of V, then those of K.
+TM_DEVICE LatentSlot SlotOfWarp(int64_t rows_of_side) {
+  const int64_t row = static_cast<int64_t>(BlockIndexX()) * kLatentRows + (ThreadIndexX() >> 5);
+  return row < rows_of_side ? LatentSlot{KvSide::kV, row}
+                            : LatentSlot{KvSide::kK, row - rows_of_side};
+}
+
+// Grid: 2 * num_to_quantize * block_seq_len / kLatentRows.
+template <DataType T>
+__global__ void __launch_bounds__(kWriteThreads) QuantizeLatentsKernel(QuantizeBlocksParams op) {
+  BeginKernel();
+  const int lane = ThreadIndexX() & 31;
+  const KvLayerView& kv = op.kv;
+  const int64_t rows = int64_t{op.num_to_quantize} * kv.block_seq_len;
+  const LatentSlot row = SlotOfWarp(rows);
+  if (row.index >= rows) {
+    return;
+  }
+  const PendingQuantization ids = PendingOf(op, static_cast<int>(row.index / kv.block_seq_len));
+  if (ids.quantized < 0) {
+    return;
+  }
+  const int slot = static_cast<int>(row.index % kv.block_seq_len);
+  const int n = row.side == KvSide::kK ? kv.rotary_dim : kv.head_dim;
+  const RowTarget from = TargetOf(op.window16, row.side, ids.window16, 0, slot);
+  const RowTarget to = TargetOf(kv, row.side, ids.quantized, 0, slot);
+  LaneValues values[kPieces] = {};
+  DispatchWindow(from.format, [&]<KvCacheMode M>() {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (!LaneOfPiece(lane, n, piece).active()) {
+        continue;
+      }
+      const StoredLane<M> stored = LoadLane<M>(PieceOf<M>(from, piece), lane);
+      if constexpr (M == KvCacheMode::kNone) {  // keeps the bits of NaN
+#pragma unroll
+        for (int i = 0; i < kLaneValues / 2; ++i) {
+          values[piece].pairs[i] = stored.payload.v[i];
+        }
+        Unpack<T>(values[piece]);
+      } else {
+        float x[kLaneValues];
+#pragma unroll
+        for (int i = 0; i < kLaneValues; ++i) {
+          x[i] = DecodeValue<T>(stored, i, 1.f);
+        }
+        values[piece] = RoundLane<T>(x);
+      }
+      AddClipped(values[piece], to.format, to.global_scale, op.num_clipped);
+    }
+  });
+  WritePieces<T>(to, lane, n, values, op.search_scales);
+}
+
+// Grid: 2 * num_seqs * max_len / kLatentRows.
+template <DataType T>
+__global__ void __launch_bounds__(kWriteThreads) FlattenLatentsKernel(FlattenKVParams p) {
+  BeginKernel();
+  const int lane = ThreadIndexX() & 31;
+  const int64_t rows = int64_t{p.batch.num_seqs} * p.max_len;
+  const LatentSlot row = SlotOfWarp(rows);
+  if (row.index >= rows) {
+    return;
+  }
+  const int64_t sequence = row.index / p.max_len;
+  const int position = static_cast<int>(row.index % p.max_len);
+  const int context = LoadGlobal(p.batch.context_lens + sequence);
+  if (position >= context) {
+    return;
+  }
+  const int shift = CountZeros(p.kv.block_seq_len);
+  const int index = position >> shift;
+  const bool window16 = p.window16.data != nullptr && p.rule.IsInWindow16(index, context - 1);
+  const int32_t block = LoadGlobal((window16 ? p.batch.window16_tables : p.batch.block_tables) +
+                                   sequence * p.batch.block_table_stride + index);
+  const KvLayerView& kv = window16 ? p.window16 : p.kv;
+  const int n = row.side == KvSide::kK ? p.kv.rotary_dim : p.kv.head_dim;
+  float* const to = (row.side == KvSide::kK ? p.k : p.v) + row.index * n;
+  const KvCacheMode format = row.side == KvSide::kK ? kv.format[0] : kv.format[1];
+  DispatchFormat(format, [&]<KvCacheMode M>() {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const RowLane at = LaneOfPiece(lane, n, piece);
+      if (!at.active()) {
+        continue;
+      }
+      float x[kLaneValues] = {};
+      if (block >= 0) {
+        const RowTarget from = TargetOf(kv, row.side, block, 0, position & (kv.block_seq_len - 1));
+        const StoredLane<M> stored = LoadLane<M>(PieceOf<M>(from, piece), lane);
+#pragma unroll
+        for (int i = 0; i < kLaneValues; ++i) {
+          x[i] = DecodeValue<T>(stored, i, from.global_scale);
+        }
+      }
+      StoreFloats(to + piece * kPieceValues + at.first(), x);
+    }
+  });
+}
+
+}  // namespace turbomind::cuda
