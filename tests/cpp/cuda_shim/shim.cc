@@ -39,7 +39,10 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kSharedAlignment = 1024;
 constexpr int kGroupWarps = 4;
-constexpr int kProductRowBytes = 128;
+constexpr int kProductRows = 64;  // of a
+constexpr int kProductSteps = 16;  // columns of a
+constexpr int kMaxBarrier = 15;
+constexpr int kMaxRegisters = 65536;
 constexpr int kPoison = 0xff;  // NaN as FP32, FP16 and a scale
 
 struct Copy {
@@ -72,6 +75,7 @@ struct Thread {
   std::map<float*, Sums> sums;
   int num_products = 0;  // since the start
   bool registers_fenced = false;
+  int num_registers = 0;  // SetRegisters
   uint32_t shared_fences = 0;
   bool lets_next_begin = false;
   bool has_waited = false;  // WaitForPrevious
@@ -81,6 +85,23 @@ struct Thread {
 struct Write {
   int thread = -1;
   uint32_t fences = 0;  // of the thread before the write
+  bool is_barrier = false;
+};
+
+// A barrier of some threads.
+struct NamedBarrier {
+  int num_threads = 0;
+  int num_arrived = 0;
+  std::vector<int> waiting;
+};
+
+struct Mbarrier {
+  int num_arrivals = 0;
+  int num_pending = 0;
+  int parity = 0;  // of the current phase
+  int owner = -1;  // the thread that initialized it
+  int num_meetings = 0;  // of the block until then
+  std::vector<int> waiting;
 };
 
 struct Warp {
@@ -108,6 +129,9 @@ struct State {
   std::vector<Warp> warps;
   std::vector<int> runnable;
   std::vector<int> at_barrier;
+  int num_meetings = 0;  // of the block
+  NamedBarrier named[kMaxBarrier + 1];
+  std::map<const char*, Mbarrier> mbarriers;
   int alive = 0;
   int current = -1;
   void* main_stack = nullptr;
@@ -185,6 +209,7 @@ void EndThread() {
   }
   if (s.alive > 0 && static_cast<int>(s.at_barrier.size()) == s.alive) {
     Wake(s.at_barrier);
+    ++s.num_meetings;
   }
   RunAnother();
   std::abort();
@@ -216,6 +241,9 @@ void StartBlock(const LaunchShape& shape) {
   s.warps.assign((count + kWarp - 1) / kWarp, Warp());
   s.runnable.clear();
   s.at_barrier.clear();
+  s.num_meetings = 0;
+  std::fill(std::begin(s.named), std::end(s.named), NamedBarrier());
+  s.mbarriers.clear();
   s.alive = static_cast<int>(count);
   for (size_t i = 0; i < count; ++i) {
     Thread& thread = s.threads[i];
@@ -233,11 +261,38 @@ void StartBlock(const LaunchShape& shape) {
     thread.sums.clear();
     thread.num_products = 0;
     thread.registers_fenced = false;
+    thread.num_registers = 0;
     thread.lets_next_begin = false;
     thread.has_waited = false;
     ++s.warps[i / kWarp].alive;
     Prepare(thread);
     s.runnable.push_back(static_cast<int>(i));
+  }
+}
+
+// Check what the threads of an ended block have done in common.
+void CheckGroups() {
+  State& s = TheState();
+  const auto fail = [&](const char* what) { s.error = "block " + Text(s.block) + ": " + what; };
+  int num_registers = 0;
+  for (const Thread& thread : s.threads) {
+    const Thread& first =
+        s.threads[static_cast<size_t>(thread.warp / kGroupWarps * kGroupWarps) * kWarp];
+    if (thread.num_products != first.num_products) {
+      fail("the warps of a group have different products");
+    }
+    if (thread.num_registers != first.num_registers) {
+      fail("the warps of a group have different numbers of registers");
+    }
+    num_registers += thread.num_registers;
+  }
+  if (num_registers > kMaxRegisters) {
+    fail("threads have more registers than an SM");
+  }
+  for (const NamedBarrier& barrier : s.named) {
+    if (barrier.num_arrived > 0) {
+      fail("nobody waits for arrivals at a barrier");
+    }
   }
 }
 
@@ -253,12 +308,8 @@ void RunBlock(const LaunchShape& shape) {
     s.error = "block " + Text(s.block) + " hangs: " + std::to_string(s.alive) + " threads wait, " +
               std::to_string(s.at_barrier.size()) + " of them at a barrier";
   }
-  for (const Thread& thread : s.threads) {
-    const Thread& first =
-        s.threads[static_cast<size_t>(thread.warp / kGroupWarps * kGroupWarps) * kWarp];
-    if (s.error.empty() && thread.num_products != first.num_products) {
-      s.error = "block " + Text(s.block) + ": the warps of a group have different products";
-    }
+  if (s.error.empty()) {
+    CheckGroups();
   }
 }
 
@@ -266,25 +317,23 @@ bool AreUntouched(const float* sums, size_t count) {
   return std::all_of(sums, sums + count, [](float sum) { return FloatBits(sum) == ~0u; });
 }
 
-float BFloatAt(uint32_t pair, int which) {
-  return BitsFloat(which == 0 ? pair << 16 : pair & 0xffff0000u);
+float ValueAt(const Product& product, const void* values, int index) {
+  uint16_t bits = 0;
+  std::memcpy(&bits, static_cast<const char*>(values) + 2 * index, sizeof(bits));
+  return product.is_bfloat ? BFloat16ToFloat(bits) : HalfToFloat(bits);
 }
 
-// Return the tile of a product, and the number of the first of its pieces of 16 bytes.
-const char* TileOf(const Product& product, int* piece) {
-  const auto offset = reinterpret_cast<uintptr_t>(product.b) % kProductRowBytes;
-  *piece = static_cast<int>(offset / 16);
-  return product.b - offset;
+// Return what the number of a piece of 16 bytes is combined with in this row.
+int Swizzle(const Product& product, int row) {
+  return product.row_bytes == 128 ? row % 8 : row / 2 % 4;
 }
 
-void CheckRows(const Product& product) {
+// Check `num_rows` rows that a product reads.
+void CheckRows(const Product& product, const char* rows, int num_rows) {
   const State& s = TheState();
-  int piece = 0;
-  const char* tile = TileOf(product, &piece);
-  const auto bytes = static_cast<size_t>(product.num_rows) * kProductRowBytes;
-  CheckAccess(Space::kShared, tile, bytes, kSharedAlignment);
-  CheckAccess(Space::kShared, product.b, 32, 32);
-  const auto first = static_cast<size_t>(tile - s.shared_begin) / 4;
+  const auto bytes = static_cast<size_t>(num_rows) * static_cast<size_t>(product.row_bytes);
+  CheckAccess(Space::kShared, rows, bytes, static_cast<size_t>(8 * product.row_bytes));
+  const auto first = static_cast<size_t>(rows - s.shared_begin) / 4;
   for (size_t word = first; word < first + bytes / 4; ++word) {
     const Write& write = s.writes[word];
     if (write.thread >= 0 &&
@@ -294,21 +343,80 @@ void CheckRows(const Product& product) {
   }
 }
 
-// Rows of b are the columns of the sums: lane 4 g + t has the columns 8 n + 2 t and the next one.
+const char* TileOf(const Product& product, const char* columns) {
+  return columns - reinterpret_cast<uintptr_t>(columns) % static_cast<size_t>(product.row_bytes);
+}
+
+void CheckColumns(const Product& product, const char* columns, int num_rows) {
+  CheckRows(product, TileOf(product, columns), num_rows);
+  CheckAccess(Space::kShared, columns, 32, 32);
+}
+
+void CheckTiles(const Product& product) {
+  if (product.a != nullptr) {
+    CheckColumns(product, product.a, kProductRows);
+  }
+  if (!product.is_transposed) {
+    CheckColumns(product, product.b, product.num_columns);
+    return;
+  }
+  for (int column = 0; column < product.num_columns; column += product.row_bytes / 2) {
+    const int slab = column * 2 / product.row_bytes;
+    CheckRows(product, product.b + slab * product.slab_bytes, kProductSteps);
+  }
+}
+
+using StepValues = float[kProductSteps];
+
+// Read a row of a tile from 16 columns on.
+void ReadColumns(const Product& product, const char* columns, int row, StepValues& values) {
+  const char* tile = TileOf(product, columns);
+  for (int k = 0; k < kProductSteps; ++k) {
+    const auto piece = static_cast<int>(columns - tile) / 16 + k / 8;
+    const char* from =
+        tile + row * product.row_bytes + (piece ^ Swizzle(product, row)) * 16;
+    values[k] = ValueAt(product, from, k % 8);
+  }
+}
+
+// Read the values of b for a column of the sums.
+void ReadFactors(const Product& product, int column, StepValues& values) {
+  if (!product.is_transposed) {
+    ReadColumns(product, product.b, column, values);
+    return;
+  }
+  const int slab_columns = product.row_bytes / 2;
+  const char* slab = product.b + column / slab_columns * product.slab_bytes;
+  const int at = column % slab_columns;
+  for (int k = 0; k < kProductSteps; ++k) {
+    const char* from = slab + k * product.row_bytes + (at / 8 ^ Swizzle(product, k)) * 16;
+    values[k] = ValueAt(product, from, at % 8);
+  }
+}
+
+// Lane 4 g + t has the rows g and g + 8 of its warp's, and the columns 8 n + 2 t and the next one.
 void Perform(Thread& thread, const Product& product) {
   std::vector<float>& sums = thread.sums[product.sums].values;
-  int first = 0;
-  const char* tile = TileOf(product, &first);
-  for (int row = thread.lane % 4 * 2; row < product.num_rows; row += row % 2 == 0 ? 1 : 7) {
-    uint32_t b[8];
-    for (int half = 0; half < 2; ++half) {
-      const int piece = (first + half) ^ row % 8;
-      std::memcpy(b + 4 * half, tile + row * kProductRowBytes + piece * 16, 16);
+  StepValues a[2];
+  for (int half = 0; half < 2; ++half) {
+    if (product.a == nullptr) {
+      for (int k = 0; k < kProductSteps; ++k) {
+        a[half][k] = ValueAt(product, product.factors[half], k);
+      }
+    } else {
+      const int row = thread.warp % kGroupWarps * 16 + thread.lane / 4 + 8 * half;
+      ReadColumns(product, product.a, row, a[half]);
     }
+  }
+  for (int column = thread.lane % 4 * 2; column < product.num_columns;
+       column += column % 2 == 0 ? 1 : 7) {
+    StepValues b;
+    ReadFactors(product, column, b);
     for (int half = 0; half < 2; ++half) {
-      float& sum = sums[static_cast<size_t>(row / 8 * 4 + half * 2 + row % 2)];
-      for (int k = 0; k < 16; ++k) {
-        sum += BFloatAt(product.factors[half][k / 2], k % 2) * BFloatAt(b[k / 2], k % 2);
+      float& sum = sums[static_cast<size_t>(column / 8 * 4 + half * 2 + column % 2)];
+      sum = product.adds ? sum : 0.f;
+      for (int k = 0; k < kProductSteps; ++k) {
+        sum += a[half][k] * b[k];
       }
     }
   }
@@ -443,14 +551,103 @@ void MeetBlock() {
   s.at_barrier.push_back(s.current);
   if (static_cast<int>(s.at_barrier.size()) == s.alive) {
     Wake(s.at_barrier);
+    ++s.num_meetings;
   }
   RunAnother();
+}
+
+namespace {
+
+// Add an arrival, and return whether it is the last one.
+bool Arrive(int barrier, int num_threads) {
+  if (barrier < 1 || barrier > kMaxBarrier || num_threads <= 0 || num_threads % kWarp != 0) {
+    Fail("barrier " + std::to_string(barrier) + " cannot be for " + std::to_string(num_threads) +
+         " threads");
+  }
+  NamedBarrier& named = TheState().named[barrier];
+  if (named.num_arrived > 0 && named.num_threads != num_threads) {
+    Fail("threads meet at a barrier with different counts");
+  }
+  named.num_threads = num_threads;
+  if (++named.num_arrived < num_threads) {
+    return false;
+  }
+  named.num_arrived = 0;
+  return true;
+}
+
+Mbarrier& FindMbarrier(void* barrier) {
+  State& s = TheState();
+  const auto found = s.mbarriers.find(static_cast<const char*>(barrier));
+  if (found == s.mbarriers.end()) {
+    Fail("an mbarrier is used that was not initialized");
+  }
+  if (found->second.owner != s.current && found->second.num_meetings == s.num_meetings) {
+    Fail("an mbarrier is used before a barrier of the block after its initialization");
+  }
+  return found->second;
+}
+
+}  // namespace
+
+void MeetSome(int barrier, int num_threads) {
+  State& s = TheState();
+  std::vector<int>& waiting = s.named[barrier & kMaxBarrier].waiting;
+  const bool is_last = Arrive(barrier, num_threads);
+  waiting.push_back(s.current);
+  if (is_last) {
+    Wake(waiting);
+  }
+  RunAnother();
+}
+
+void ArriveSome(int barrier, int num_threads) {
+  if (Arrive(barrier, num_threads)) {
+    Wake(TheState().named[barrier].waiting);
+  }
+}
+
+void InitMbarrier(void* barrier, int num_arrivals) {
+  State& s = TheState();
+  CheckAccess(Space::kShared, barrier, 8, 8);
+  NoteWrite(barrier, 8);
+  const auto word = static_cast<size_t>(static_cast<char*>(barrier) - s.shared_begin) / 4;
+  s.writes[word].is_barrier = s.writes[word + 1].is_barrier = true;
+  s.mbarriers[static_cast<char*>(barrier)] = {
+      num_arrivals, num_arrivals, 0, s.current, s.num_meetings, {}};
+}
+
+void ArriveMbarrier(void* barrier) {
+  Mbarrier& mbarrier = FindMbarrier(barrier);
+  if (--mbarrier.num_pending == 0) {
+    mbarrier.num_pending = mbarrier.num_arrivals;
+    mbarrier.parity ^= 1;
+    Wake(mbarrier.waiting);
+  }
+}
+
+void WaitMbarrier(void* barrier, int parity) {
+  Mbarrier& mbarrier = FindMbarrier(barrier);
+  while (mbarrier.parity == parity) {
+    mbarrier.waiting.push_back(TheState().current);
+    RunAnother();
+  }
+}
+
+void SetRegisters(int count) {
+  if (count % 8 != 0 || count < 24 || count > 256) {
+    Fail("a warp cannot have " + std::to_string(count) + " registers");
+  }
+  Current().num_registers = count;
 }
 
 void NoteWrite(const void* shared, size_t bytes) {
   State& s = TheState();
   const auto first = static_cast<size_t>(static_cast<const char*>(shared) - s.shared_begin);
   for (size_t word = first / 4; word < (first + bytes + 3) / 4; ++word) {
+    if (s.writes[word].is_barrier) {
+      Fail("a write to an mbarrier");
+    }
     s.writes[word] = {s.current, Current().shared_fences};
   }
 }
@@ -460,8 +657,8 @@ void StartProduct(const Product& product) {
   if (!me.registers_fenced) {
     Fail("a product starts without a fence of the registers since the last group");
   }
-  CheckRows(product);
-  const auto count = static_cast<size_t>(product.num_rows) / 2;
+  CheckTiles(product);
+  const auto count = static_cast<size_t>(product.num_columns) / 2;
   Sums& sums = me.sums[product.sums];
   if (sums.num_products++ == 0) {
     sums.values.assign(product.sums, product.sums + count);
@@ -487,12 +684,26 @@ void CommitProducts() {
   me.registers_fenced = false;
 }
 
+namespace {
+
+// Check that the lane's factors in registers have not changed since the start of the product.
+void CheckFactors(const Thread& thread, const Product& product) {
+  for (int i = 0; product.own_factors != nullptr && i < 4; ++i) {
+    if (product.own_factors[i] != product.factors[i % 2][i / 2 * 4 + thread.lane % 4]) {
+      Fail("factors were changed before their products were waited for");
+    }
+  }
+}
+
+}  // namespace
+
 void WaitForProducts(int newest) {
   Thread& me = Current();
   while (static_cast<int>(me.product_groups.size()) > newest) {
     const auto size = static_cast<int>(me.product_groups.front().size());
     PerformProducts(me, size);
     for (const Product& product : me.product_groups.front()) {
+      CheckFactors(me, product);
       Sums& sums = me.sums[product.sums];
       if (--sums.num_products == 0) {
         if (!AreUntouched(product.sums, sums.values.size())) {
