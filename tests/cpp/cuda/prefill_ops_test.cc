@@ -43,12 +43,13 @@ TEST_CASE("prefill matches the codecs' values at every head_dim from position 0 
   }
 }
 
-TEST_CASE("prefill handles sliding windows, sinks and means" * doctest::test_suite("small")) {
+TEST_CASE("prefill handles sliding windows, sinks, means and caps" * doctest::test_suite("small")) {
   for (int window : {0, 1, 30, 64, 100, 400, -1, -50, -128}) {
     Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
     c.window = window;
     c.sinks = window != 30;
     c.mean = window != 100;
+    c.score_cap = window > 50 ? 0.5f : 0.f;
     c.shape.context = 290;
     c.group = 3;
     Batch b;

@@ -359,12 +359,17 @@ void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], const void*
   static_assert(kRows == 32 || kRows == 64 || kRows == 128);
   StartProduct({.sums = sums, .b = static_cast<const char*>(b), .num_columns = kRows}, a);
 }
+struct SharedTile {
+  const void* base;
+  uint32_t offset;
+  const char* begin() const { return static_cast<const char*>(base) + offset; }
+};
 template <bool kBFloat, int kRows, int kRowBytes>
-void MultiplySharedRows(float* sums, const void* a, const void* b, bool adds) {
+void MultiplySharedRows(float* sums, const SharedTile& a, const SharedTile& b, bool adds) {
   static_assert(kRows == 64 || kRows == 128);
   StartProduct({.sums = sums,
-                .a = static_cast<const char*>(a),
-                .b = static_cast<const char*>(b),
+                .a = a.begin(),
+                .b = b.begin(),
                 .num_columns = kRows,
                 .row_bytes = kRowBytes,
                 .is_bfloat = kBFloat,
@@ -372,11 +377,11 @@ void MultiplySharedRows(float* sums, const void* a, const void* b, bool adds) {
                nullptr);
 }
 template <bool kBFloat, int kColumns, int kRowBytes>
-void MultiplyColumns(float* sums, const uint32_t (&a)[4], const void* b, int slab_bytes) {
+void MultiplyColumns(float* sums, const uint32_t (&a)[4], const SharedTile& b, int slab_bytes) {
   static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128);
   static_assert(kColumns * 2 % kRowBytes == 0);
   StartProduct({.sums = sums,
-                .b = static_cast<const char*>(b),
+                .b = b.begin(),
                 .num_columns = kColumns,
                 .row_bytes = kRowBytes,
                 .is_transposed = true,

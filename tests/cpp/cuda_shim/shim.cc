@@ -39,7 +39,7 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kSharedAlignment = 1024;
 constexpr int kGroupWarps = 4;
-constexpr int kProductRows = 64;  // of a
+constexpr int kProductRows = 64;   // of a
 constexpr int kProductSteps = 16;  // columns of a
 constexpr int kMaxBarrier = 15;
 constexpr int kMaxRegisters = 65536;
@@ -98,8 +98,8 @@ struct NamedBarrier {
 struct Mbarrier {
   int num_arrivals = 0;
   int num_pending = 0;
-  int parity = 0;  // of the current phase
-  int owner = -1;  // the thread that initialized it
+  int parity = 0;        // of the current phase
+  int owner = -1;        // the thread that initialized it
   int num_meetings = 0;  // of the block until then
   std::vector<int> waiting;
 };
@@ -373,8 +373,7 @@ void ReadColumns(const Product& product, const char* columns, int row, StepValue
   const char* tile = TileOf(product, columns);
   for (int k = 0; k < kProductSteps; ++k) {
     const auto piece = static_cast<int>(columns - tile) / 16 + k / 8;
-    const char* from =
-        tile + row * product.row_bytes + (piece ^ Swizzle(product, row)) * 16;
+    const char* from = tile + row * product.row_bytes + (piece ^ Swizzle(product, row)) * 16;
     values[k] = ValueAt(product, from, k % 8);
   }
 }
@@ -613,8 +612,8 @@ void InitMbarrier(void* barrier, int num_arrivals) {
   NoteWrite(barrier, 8);
   const auto word = static_cast<size_t>(static_cast<char*>(barrier) - s.shared_begin) / 4;
   s.writes[word].is_barrier = s.writes[word + 1].is_barrier = true;
-  s.mbarriers[static_cast<char*>(barrier)] = {
-      num_arrivals, num_arrivals, 0, s.current, s.num_meetings, {}};
+  s.mbarriers[static_cast<char*>(barrier)] = {num_arrivals, num_arrivals,   0,
+                                              s.current,    s.num_meetings, {}};
 }
 
 void ArriveMbarrier(void* barrier) {

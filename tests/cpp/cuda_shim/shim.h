@@ -128,9 +128,9 @@ void WaitForCopies(int newest);
 // and the lane's own `factors` must not be used.
 struct Product {
   float* sums;
-  // The lane's two rows of a, in registers, if `a` is null. Otherwise `a` points at 16 columns of 64
-  // rows.
-  uint32_t factors[2][8];
+  // The lane's two rows of a, in registers, if `a` is null. Otherwise `a` points at 16 columns of
+  // 64 rows.
+  uint32_t factors[2][8] = {};
   const uint32_t* own_factors = nullptr;  // [4]
   const char* a = nullptr;
   // Points at 16 columns of `num_columns` rows, which are the columns of the sums. If it is

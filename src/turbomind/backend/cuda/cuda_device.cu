@@ -249,12 +249,14 @@ class CudaDevice final : public Device {
   }
   void PrefillAttention(const AttentionParams& params) override {
     const BatchView& batch = params.batch;
-    CudaPrefillAttention(context_, WithBatch(params), batch, {batch.num_decode, batch.num_seqs});
+    CudaPrefillAttention(context_, prefill_choices_, WithBatch(params), batch,
+                         {batch.num_decode, batch.num_seqs});
   }
   void DecodeAttention(const AttentionParams& params) override {
     if (context_.deterministic) {  // the same bits as prefill, which may read these tokens again
       const BatchView& batch = params.batch;
-      CudaPrefillAttention(context_, WithBatch(params), batch, {0, batch.num_decode});
+      CudaPrefillAttention(context_, prefill_choices_, WithBatch(params), batch,
+                           {0, batch.num_decode});
       return;
     }
     CudaDecodeAttention(context_, planner_, WithBatch(params));
@@ -317,6 +319,7 @@ class CudaDevice final : public Device {
   const std::string kernels_;
   std::string gemm_backend_;
   CudaLinear linear_;
+  PrefillChoices prefill_choices_;
   int64_t num_released_ = 0;  // recorded graphs may hold released addresses
   PinnedBuffer read_back_;
 };

@@ -1,16 +1,16 @@
 #pragma once
 
-// ⑦ Prefill attention over dense 16-bit keys and values by products of warp groups (warp_group.cuh),
-// for many new tokens. prefill_attention.cuh does the same by mma.m16n8k16.
+// ⑦ Prefill attention over dense 16-bit keys and values by products of warp groups
+// (warp_group.cuh), for many new tokens. prefill_attention.cuh does the same by mma.m16n8k16.
 //
 // A block owns kRows rows (prefill_rows.cuh) of one sequence and one KV head: 64 for each of two
-// groups of four warps. A third group copies tiles of kKeys keys or values to the slots of a ring in
-// shared memory, in the order keys 0, values 0, keys 1, ...
+// groups of four warps. A third group copies tiles of kKeys keys or values to the slots of a ring
+// in shared memory, in the order keys 0, values 0, keys 1, ...
 //
 // Bytes moved: the keys and values of the positions that at least one row sees, once per block.
-// Bound: tensor cores. For that, each group multiplies the next tile's keys, and this tile's values,
-// while it computes the softmax. The groups also take turns at starting products, so that one
-// computes a softmax while the other one's products run.
+// Bound: tensor cores. For that, each group multiplies the next tile's keys, and this tile's
+// values, while it computes the softmax. The groups also take turns at starting products, so that
+// one computes a softmax while the other one's products run.
 //
 // Shared memory: the queries, the slots, and two mbarriers for each slot. Queries and tiles are
 // slabs of rows of kSlabBytes, swizzled for the products.
@@ -113,8 +113,8 @@ TM_DEVICE void CopyTile(const DenseRange& rows, int first, const uint16_t* from,
   static_assert(kStep % 8 == 0 && C::kKeys % kStep == 0);
   const int thread = ThreadIndexX() % C::kGroupThreads;
   const int row = thread / kPieces;
-  const char* at = reinterpret_cast<const char*>(from) + row * (2 * C::kHeadDim) +
-                   thread % kPieces * 16;
+  const char* at =
+      reinterpret_cast<const char*>(from) + row * (2 * C::kHeadDim) + thread % kPieces * 16;
   char* to = slot + SwizzledAt<C>(row, thread % kPieces);
   if (first >= rows.begin && first + C::kKeys <= rows.end) {
 #pragma unroll
@@ -192,9 +192,9 @@ TM_DEVICE void StoreWideQueries(const PrefillTask<C>& task) {
     if (task.first_row + row < num_rows) {
       packed = LoadQueryPiece<C>(task.Query(task.first_row + row) + 8 * piece);
     }
-    StoreShared(SharedMemory() + piece / kPieces * C::kQuerySlab +
-                    SwizzledAt<C>(row, piece % kPieces),
-                packed);
+    StoreShared(
+        SharedMemory() + piece / kPieces * C::kQuerySlab + SwizzledAt<C>(row, piece % kPieces),
+        packed);
   }
   FenceSharedForProducts();
   SyncSome(kQueriesBarrier, C::kGroups * C::kGroupThreads);
@@ -212,7 +212,7 @@ struct WideGroup {
   RingCursor<C> keys;    // of the next tile
   RingCursor<C> values;  // of the tile whose weights are known
 
-  TM_DEVICE const char* queries() const {
+  TM_DEVICE char* queries() const {
     return SharedMemory() + group * (C::kGroupRows * C::kSlabBytes);
   }
 };
@@ -221,6 +221,7 @@ struct WideGroup {
 template <class C>
 TM_DEVICE void StartScores(const WideGroup<C>& group, Scores<C>& scores) {
   WaitMbarrier(group.keys.full(), group.keys.phase);
+  const char* queries = KeepShared(group.queries());  // or descriptions of it fill registers
   const char* keys = group.keys.tile();
   FenceRegisters();
 #pragma unroll
@@ -228,8 +229,8 @@ TM_DEVICE void StartScores(const WideGroup<C>& group, Scores<C>& scores) {
     const int slab = 32 * step / C::kSlabBytes;
     const int column = 32 * step % C::kSlabBytes;
     MultiplySharedRows<C::kBFloat, C::kKeys, C::kSlabBytes>(
-        scores[0], group.queries() + slab * C::kQuerySlab + column,
-        keys + slab * C::kTileSlab + column, step > 0);
+        scores[0], {queries, static_cast<uint32_t>(slab * C::kQuerySlab + column)},
+        {keys, static_cast<uint32_t>(slab * C::kTileSlab + column)}, step > 0);
   }
   CommitProducts();
 }
@@ -245,10 +246,11 @@ TM_DEVICE void StartValues(const WideGroup<C>& group, const PackedWeights<C>& we
   for (int step = 0; step < C::kKeys / 16; ++step) {
 #pragma unroll
     for (int part = 0; part < C::kHeadDim / C::kColumns; ++part) {
-      constexpr int kPartSlabs = C::kColumns * 2 / C::kSlabBytes;
+      constexpr int kPartBytes = C::kColumns * 2 / C::kSlabBytes * C::kTileSlab;
       MultiplyColumns<C::kBFloat, C::kColumns, C::kSlabBytes>(
           state->o[0] + part * (C::kColumns / 2), weights[step],
-          values + part * kPartSlabs * C::kTileSlab + step * 16 * C::kSlabBytes, C::kTileSlab);
+          {values, static_cast<uint32_t>(part * kPartBytes + step * 16 * C::kSlabBytes)},
+          C::kTileSlab);
     }
   }
   CommitProducts();
@@ -353,13 +355,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) PrefillWideKernel(PrefillParam
       }
     }
     SyncBlock();
-    const PrefillTask<C> task = FindTask<C>(params, warp);
     if (warp >= C::kGroups * C::kGroupWarps) {
       GiveBackRegisters<C::kCopyRegisters>();
-      CopyTiles<C>(task);
+      CopyTiles<C>(FindTask<C>(params, 0));
     } else {
       AddRegisters<C::kRegisters>();
-      ComputeWideRows<C>(task, warp / C::kGroupWarps);
+      ComputeWideRows<C>(FindTask<C>(params, ThreadIndexX() >> 5), warp / C::kGroupWarps);
     }
   } else {
     Trap();

@@ -134,9 +134,10 @@ TM_DEVICE void ArriveSome(int barrier, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
-// A barrier of 8 bytes in shared memory (mbarrier). It has phases: 0, 1, 0, 1, ... A phase ends with
-// the last of `num_arrivals` arrivals. What threads did before they arrived is visible to those
-// that have waited for the end of the phase. All threads need a SyncBlock after the initialization.
+// A barrier of 8 bytes in shared memory (mbarrier). It has phases: 0, 1, 0, 1, ... A phase ends
+// with the last of `num_arrivals` arrivals. What threads did before they arrived is visible to
+// those that have waited for the end of the phase. All threads need a SyncBlock after the
+// initialization.
 TM_DEVICE void InitMbarrier(void* barrier, int num_arrivals) {
   const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(num_arrivals) : "memory");

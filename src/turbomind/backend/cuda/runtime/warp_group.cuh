@@ -108,8 +108,15 @@ TM_DEVICE void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], c
   }
 }
 
-#define TM_TEXT_32                                                                              \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"  \
+// A tile `offset` bytes behind `base`. With constant offsets from one base, the compiler computes
+// one description.
+struct SharedTile {
+  const void* base;
+  uint32_t offset;
+};
+
+#define TM_TEXT_32                                                                             \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
   "%25,%26,%27,%28,%29,%30,%31"
 #define TM_TEXT_48 TM_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define TM_TEXT_64 TM_TEXT_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -118,24 +125,26 @@ TM_DEVICE void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], c
 #define TM_SUMS_64(i) TM_SUMS_32(i), TM_SUMS_32(i + 32)
 
 // A product with a in shared memory, for one type and number of rows of b.
-#define TM_MULTIPLY_ROWS(type, rows, text, results, a_at, b_at, adds_at)                        \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #adds_at ", 0;"                                \
-               "wgmma.mma_async.sync.aligned.m64n" #rows "k16.f32." #type "." #type " {" text    \
-               "}, %" #a_at ", %" #b_at ", p, 1, 1, 0, 0;}"                                      \
-               : results(0)                                                                     \
+#define TM_MULTIPLY_ROWS(type, rows, text, results, a_at, b_at, adds_at)                      \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #adds_at                                     \
+               ", 0;"                                                                         \
+               "wgmma.mma_async.sync.aligned.m64n" #rows "k16.f32." #type "." #type " {" text \
+               "}, %" #a_at ", %" #b_at ", p, 1, 1, 0, 0;}"                                   \
+               : results(0)                                                                   \
                : "l"(rows_of_a), "l"(rows_of_b), "r"(static_cast<int>(adds)))
 
 // sums = a · bᵀ with a [64, 16] and b [kRows, 16], both BF16 or both FP16, or sums += if `adds`.
 //
 // Both are in shared memory, in rows of kRowBytes. Warp w of the group reads the rows
-// 16 w .. 16 w + 15 of a. The sums are those of MultiplyGroup, and so are the rows, if they have 128
-// bytes. Of 64 bytes, piece p of row r is at piece p ^ r / 2 % 4, and the first row is at a multiple
-// of 512 bytes.
+// 16 w .. 16 w + 15 of a. The sums are those of MultiplyGroup, and so are the rows, if they have
+// 128 bytes. Of 64 bytes, piece p of row r is at piece p ^ r / 2 % 4, and the first row is at a
+// multiple of 512 bytes.
 template <bool kBFloat, int kRows, int kRowBytes>
-TM_DEVICE void MultiplySharedRows(float* sums, const void* a, const void* b, bool adds) {
+TM_DEVICE void MultiplySharedRows(float* sums, const SharedTile& a, const SharedTile& b,
+                                  bool adds) {
   static_assert(kRows == 64 || kRows == 128);
-  const uint64_t rows_of_a = DescribeRows<kRowBytes>(a);
-  const uint64_t rows_of_b = DescribeRows<kRowBytes>(b);
+  const uint64_t rows_of_a = DescribeRows<kRowBytes>(a.base) + (a.offset >> 4);
+  const uint64_t rows_of_b = DescribeRows<kRowBytes>(b.base) + (b.offset >> 4);
   if constexpr (kRows == 64 && kBFloat) {
     TM_MULTIPLY_ROWS(bf16, 64, TM_TEXT_32, TM_SUMS_32, 32, 33, 34);
   } else if constexpr (kRows == 64) {
@@ -148,24 +157,25 @@ TM_DEVICE void MultiplySharedRows(float* sums, const void* a, const void* b, boo
 }
 
 // A product with a in registers and b transposed, for one type and number of columns of b.
-#define TM_MULTIPLY_COLUMNS(type, columns, text, results, a0, a1, a2, a3, b_at)                 \
-  asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;"                                            \
-               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type "." #type " {" text \
-               "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b_at ", p, 1, 1, 1;}"               \
-               : results(0)                                                                     \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns_of_b))
+#define TM_MULTIPLY_COLUMNS(type, columns, text, results, a0, a1, a2, a3, b_at)         \
+  asm volatile(                                                                         \
+      "{.reg .pred p; setp.eq.b32 p, 0, 0;"                                             \
+      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type "." #type " {" text \
+      "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b_at ", p, 1, 1, 1;}"              \
+      : results(0)                                                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns_of_b))
 
 // sums += a · b with a [64, 16] in registers and b [16, kColumns], both BF16 or both FP16.
 //
 // a and the sums are those of MultiplyGroup, with a column of b instead of each row. `b` points at
-// 16 rows of kRowBytes, swizzled as in MultiplySharedRows, the first of which has a number divisible
-// by 8. The columns behind those of a row are `slab_bytes` further.
+// 16 rows of kRowBytes, swizzled as in MultiplySharedRows, the first of which has a number
+// divisible by 8. The columns behind those of a row are `slab_bytes` further.
 template <bool kBFloat, int kColumns, int kRowBytes>
-TM_DEVICE void MultiplyColumns(float* sums, const uint32_t (&a)[4], const void* b,
+TM_DEVICE void MultiplyColumns(float* sums, const uint32_t (&a)[4], const SharedTile& b,
                                int slab_bytes) {
   static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128);
   static_assert(kColumns * 2 % kRowBytes == 0);
-  const uint64_t columns_of_b = DescribeRows<kRowBytes>(b, slab_bytes);
+  const uint64_t columns_of_b = DescribeRows<kRowBytes>(b.base, slab_bytes) + (b.offset >> 4);
   if constexpr (kColumns == 64 && kBFloat) {
     TM_MULTIPLY_COLUMNS(bf16, 64, TM_TEXT_32, TM_SUMS_32, 32, 33, 34, 35, 36);
   } else if constexpr (kColumns == 64) {
