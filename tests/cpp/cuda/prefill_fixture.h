@@ -36,7 +36,7 @@ struct Batch {
   int num_decode = 0;
   int num_sms = 1;
   bool deterministic = false;
-  PrefillKernel kernel = PrefillKernel::kMma;  // where it can run
+  PrefillProducts products = PrefillProducts::kMma;  // where it can run
   int64_t scratch_bytes = kPrefillScratchBytes;
   // Factors for the scales of the quantized pool and for the softmax scale.
   float key_scale = 1.f;
@@ -185,7 +185,7 @@ inline std::vector<float> GpuRun::Run(const Batch& b) {
   PrefillChoices choices;
   for (DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
     for (bool fills_gpu : {false, true}) {
-      choices.Set({type, params.kv.head_dim, fills_gpu}, b.kernel);
+      choices.Set({type, params.kv.head_dim, fills_gpu}, b.products);
     }
   }
   CudaPrefillAttention(context, choices, params, batch, {batch.num_decode, batch.num_seqs},
@@ -230,7 +230,7 @@ inline double Limit(const Case& c) {
 
 // Run a batch with its kernel, and check the error.
 inline std::vector<float> CheckKernel(const Case& c, const Batch& b) {
-  const std::string name = Name(c, "cuda") + ", " + NameOf(b.kernel);
+  const std::string name = Name(c, "cuda") + ", " + NameOf(b.products);
   CAPTURE(name);
   Caches caches(c);
   const Inputs in = MakeInputs(c);
@@ -245,7 +245,7 @@ inline std::vector<float> CheckKernel(const Case& c, const Batch& b) {
 inline std::vector<float> CheckBatch(const Case& c, Batch b) {
   std::vector<float> out = CheckKernel(c, b);
   if (!b.deterministic && c.shape.head_dim != 80) {
-    b.kernel = PrefillKernel::kWarpGroups;
+    b.products = PrefillProducts::kWarpGroups;
     b.num_sms = 1;
     CheckKernel(c, b);
   }

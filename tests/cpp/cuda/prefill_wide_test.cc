@@ -26,7 +26,7 @@ Case LongCase(int head_dim, DataType dtype) {
 }
 
 Batch WideBatch(std::vector<Chunk> chunks) {
-  return {.chunks = std::move(chunks), .kernel = PrefillKernel::kWarpGroups};
+  return {.chunks = std::move(chunks), .products = PrefillProducts::kWarpGroups};
 }
 
 TEST_CASE("slots of the ring are used again at every head_dim, in any order of the threads") {
@@ -128,7 +128,7 @@ TEST_CASE("warp groups need a choice, enough blocks, and a GPU that has their pr
   PrefillParams split = params;
   split.num_splits = 2;
   CHECK_FALSE(use(ContextOf(20), 128, split).has_choice);
-  CHECK(PrefillChoices().Get({DataType::kFloat16, 128, true}) == PrefillKernel::kMma);
+  CHECK(PrefillChoices().Get({DataType::kFloat16, 128, true}) == PrefillProducts::kMma);
 }
 
 TEST_CASE("warp groups are never used where rows must have the same bits") {
@@ -148,7 +148,7 @@ TEST_CASE("warp groups are never used where rows must have the same bits") {
   b.deterministic = true;
   const std::vector<float> deterministic = run.Run(b);
   b.deterministic = false;
-  b.kernel = PrefillKernel::kMma;
+  b.products = PrefillProducts::kMma;
   const std::vector<float> mma = run.Run(b);
   CHECK(SameBits(deterministic, mma));
   CHECK_FALSE(SameBits(wide, mma));

@@ -11,13 +11,13 @@
 
 namespace turbomind::cuda {
 
-enum class PrefillKernel {
+enum class PrefillProducts {
   kMma,         // prefill_attention.cuh
   kWarpGroups,  // prefill_wide.cuh
 };
 
-inline const char* NameOf(PrefillKernel kernel) {
-  return kernel == PrefillKernel::kMma ? "mma" : "warp groups";
+inline const char* NameOf(PrefillProducts products) {
+  return products == PrefillProducts::kMma ? "mma" : "warp groups";
 }
 
 // Launches that share a choice.
@@ -36,14 +36,16 @@ struct PrefillQuestion {
 
 class PrefillChoices {
  public:
-  PrefillKernel Get(const PrefillQuestion& question) const {
+  PrefillProducts Get(const PrefillQuestion& question) const {
     const auto found = chosen_.find(question);
-    return found == chosen_.end() ? PrefillKernel::kMma : found->second;
+    return found == chosen_.end() ? PrefillProducts::kMma : found->second;
   }
-  void Set(const PrefillQuestion& question, PrefillKernel kernel) { chosen_[question] = kernel; }
+  void Set(const PrefillQuestion& question, PrefillProducts products) {
+    chosen_[question] = products;
+  }
 
  private:
-  std::map<PrefillQuestion, PrefillKernel> chosen_;
+  std::map<PrefillQuestion, PrefillProducts> chosen_;
 };
 
 }  // namespace turbomind::cuda

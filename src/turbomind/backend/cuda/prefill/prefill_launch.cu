@@ -77,7 +77,7 @@ PrefillUse FindPrefillUse(const Context& context, DataType type, int head_dim,
 void LaunchPrefill(const Context& context, const PrefillChoices& choices, DataType type,
                    int head_dim, const PrefillParams& params) {
   const PrefillUse use = FindPrefillUse(context, type, head_dim, params);
-  if (use.has_choice && choices.Get(use.question) == PrefillKernel::kWarpGroups) {
+  if (use.has_choice && choices.Get(use.question) == PrefillProducts::kWarpGroups) {
     RunPrefillWide(context, type, head_dim, params);
   } else if (type == DataType::kBFloat16) {
     LaunchType<DataType::kBFloat16>(context, head_dim, params);
