@@ -50,6 +50,7 @@ TuningResult Tune(Device& device, const std::vector<std::shared_ptr<Weights>>& m
     std::vector<LayerToTune> layers =
         LayersToTune(*weights, max_rows, device.capability().max_logit_rows);
     std::ranges::move(layers, std::back_inserter(params.layers));
+    std::ranges::copy(weights->head_dims, std::back_inserter(params.head_dims));
   }
   return device.Tune(params);
 }

@@ -37,6 +37,10 @@ struct WeightsBuilder::Impl {
       }
       if (config.HasAttention(i)) {
         AddAttention(prefix, i, layer);
+        std::vector<int>& dims = weights->head_dims;
+        if (std::ranges::find(dims, config.HeadDim(i)) == dims.end()) {
+          dims.push_back(config.HeadDim(i));
+        }
       }
       const std::vector<float> ones(static_cast<size_t>(config.HeadDim(i)), 1.f);
       if (config.norm.qk_unit && config.RopeOf(i) >= 0 && config.HasAttention(i)) {

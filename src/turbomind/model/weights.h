@@ -118,7 +118,8 @@ struct LayerWeights {
 struct Weights {
   std::unique_ptr<PackedMatrix> embedding;  // [vocab, hidden]
   std::vector<LayerWeights> layers;
-  NormWeight final_norm;  // [hidden]
+  std::vector<int> head_dims;  // of the layers that read a cache of K and V, each once
+  NormWeight final_norm;       // [hidden]
   // For models with per-layer inputs:
   std::unique_ptr<PackedMatrix> per_layer_embedding;  // [vocab, layers * PerLayerInputs::size]
   LinearWeight per_layer_projection;                  // [layers * PerLayerInputs::size, hidden]

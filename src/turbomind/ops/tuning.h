@@ -32,8 +32,9 @@ struct TunedChoice {
 
 struct TuningParams {
   std::vector<LayerToTune> layers;
-  std::vector<TunedChoice> saved;  // found earlier on the same TuningResult::machine
-  double max_seconds = 0;          // no question begins after this time
+  std::vector<int> head_dims = {};  // of attention
+  std::vector<TunedChoice> saved;   // found earlier on the same TuningResult::machine
+  double max_seconds = 0;           // no question begins after this time
 };
 
 struct TuningResult {

@@ -13,6 +13,7 @@
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 #include "turbomind/backend/cuda/linear/linear_tuning.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
+#include "turbomind/backend/cuda/prefill/prefill_tuning.h"
 #include "turbomind/backend/cuda/recurrent/recurrent_ops.h"
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/backend/cuda/runtime/event_timer.h"
@@ -337,7 +338,16 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   };
+  const double begin = seconds();
   TuningResult result = TuneLinear(context_, linear_, params, {time, seconds});
+  const auto time_prefill = [&](const PrefillQuestion&, PrefillProducts, FunctionRef<void()> work) {
+    return timer.Time(work);
+  };
+  const TuningParams rest = {.layers = {},
+                             .head_dims = params.head_dims,
+                             .saved = params.saved,
+                             .max_seconds = params.max_seconds - (seconds() - begin)};
+  TunePrefill(context_, prefill_choices_, rest, {time_prefill, seconds}, &result);
   if (!params.layers.empty()) {
     TuneOverlap(
         context_, params.saved,
