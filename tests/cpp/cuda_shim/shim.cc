@@ -58,7 +58,12 @@ struct Sums {
   int num_products = 0;
 };
 
+// For each warp, the newest part of its work that a thread knows to be over. Barriers separate the
+// parts.
+using Clock = std::vector<uint32_t>;
+
 struct Thread {
+  Clock known;
   Dim3 index;
   int lane = 0;
   int warp = 0;
@@ -85,6 +90,7 @@ struct Thread {
 struct Write {
   int thread = -1;
   uint32_t fences = 0;  // of the thread before the write
+  uint32_t part = 0;    // of the warp's work
   bool is_barrier = false;
 };
 
@@ -93,6 +99,7 @@ struct NamedBarrier {
   int num_threads = 0;
   int num_arrived = 0;
   std::vector<int> waiting;
+  Clock clock;
 };
 
 struct Mbarrier {
@@ -102,6 +109,8 @@ struct Mbarrier {
   int owner = -1;        // the thread that initialized it
   int num_meetings = 0;  // of the block until then
   std::vector<int> waiting;
+  Clock arriving;  // what those know that have arrived in this phase
+  Clock ended;     // and in the phase before
 };
 
 struct Warp {
@@ -109,6 +118,7 @@ struct Warp {
   const char* what = nullptr;
   std::vector<int> waiting;
   int alive = 0;
+  uint32_t part = 1;
 };
 
 struct Region {
@@ -130,6 +140,7 @@ struct State {
   std::vector<int> runnable;
   std::vector<int> at_barrier;
   int num_meetings = 0;  // of the block
+  Clock block_clock;
   NamedBarrier named[kMaxBarrier + 1];
   std::map<const char*, Mbarrier> mbarriers;
   int alive = 0;
@@ -147,6 +158,21 @@ State& TheState() {
 Thread& Current() {
   State& s = TheState();
   return s.threads[static_cast<size_t>(s.current)];
+}
+
+void Merge(const Clock& from, Clock* to) {
+  to->resize(std::max(to->size(), from.size()));
+  for (size_t i = 0; i < from.size(); ++i) {
+    (*to)[i] = std::max((*to)[i], from[i]);
+  }
+}
+
+// Tell others, by their clock, what the current thread knows and that it has come to a barrier.
+void Publish(Clock* clock) {
+  Thread& me = Current();
+  const auto warp = static_cast<size_t>(me.warp);
+  me.known[warp] = TheState().warps[warp].part++;
+  Merge(me.known, clock);
 }
 
 std::string Text(const Dim3& d) {
@@ -242,6 +268,7 @@ void StartBlock(const LaunchShape& shape) {
   s.runnable.clear();
   s.at_barrier.clear();
   s.num_meetings = 0;
+  s.block_clock.clear();
   std::fill(std::begin(s.named), std::end(s.named), NamedBarrier());
   s.mbarriers.clear();
   s.alive = static_cast<int>(count);
@@ -253,6 +280,7 @@ void StartBlock(const LaunchShape& shape) {
     thread.lane = static_cast<int>(i % kWarp);
     thread.warp = static_cast<int>(i / kWarp);
     thread.done = false;
+    thread.known.assign(s.warps.size(), 0);
     thread.uncommitted.clear();
     thread.groups.clear();
     thread.new_products.clear();
@@ -328,6 +356,17 @@ int Swizzle(const Product& product, int row) {
   return product.row_bytes == 128 ? row % 8 : row / 2 % 4;
 }
 
+// Return whether the current thread knows that a write is over. Lanes of a warp know each other's.
+bool IsKnown(const Write& write) {
+  const State& s = TheState();
+  const Thread& me = s.threads[static_cast<size_t>(s.current)];
+  if (write.thread < 0) {
+    return true;
+  }
+  const int warp = s.threads[static_cast<size_t>(write.thread)].warp;
+  return warp == me.warp || write.part <= me.known[static_cast<size_t>(warp)];
+}
+
 // Check `num_rows` rows that a product reads.
 void CheckRows(const Product& product, const char* rows, int num_rows) {
   const State& s = TheState();
@@ -339,6 +378,9 @@ void CheckRows(const Product& product, const char* rows, int num_rows) {
     if (write.thread >= 0 &&
         write.fences == s.threads[static_cast<size_t>(write.thread)].shared_fences) {
       Fail("a product reads shared memory that was written without a fence after it");
+    }
+    if (!IsKnown(write)) {
+      Fail("a product reads shared memory that another warp wrote without a barrier after it");
     }
   }
 }
@@ -510,6 +552,22 @@ void CheckAccess(Space space, const void* address, size_t bytes, size_t alignmen
   }
 }
 
+namespace {
+
+// Let the lanes of a warp, which are those waiting and the current one, know the same.
+void ShareClocks(const std::vector<int>& waiting) {
+  State& s = TheState();
+  Clock& known = Current().known;
+  for (int lane : waiting) {
+    Merge(s.threads[static_cast<size_t>(lane)].known, &known);
+  }
+  for (int lane : waiting) {
+    s.threads[static_cast<size_t>(lane)].known = known;
+  }
+}
+
+}  // namespace
+
 void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
   State& s = TheState();
   Thread& me = Current();
@@ -530,6 +588,9 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
     RunAnother();
   } else {
     run(warp.words);
+    if (std::strcmp(meeting.what, "syncwarp") == 0) {
+      ShareClocks(warp.waiting);
+    }
     for (int lane : warp.waiting) {
       Thread& other = s.threads[static_cast<size_t>(lane)];
       std::memcpy(other.out, warp.words.out[other.lane], sizeof(other.out));
@@ -547,12 +608,14 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
 
 void MeetBlock() {
   State& s = TheState();
+  Publish(&s.block_clock);
   s.at_barrier.push_back(s.current);
   if (static_cast<int>(s.at_barrier.size()) == s.alive) {
     Wake(s.at_barrier);
     ++s.num_meetings;
   }
   RunAnother();
+  Merge(s.block_clock, &Current().known);
 }
 
 namespace {
@@ -564,6 +627,7 @@ bool Arrive(int barrier, int num_threads) {
          " threads");
   }
   NamedBarrier& named = TheState().named[barrier];
+  Publish(&named.clock);
   if (named.num_arrived > 0 && named.num_threads != num_threads) {
     Fail("threads meet at a barrier with different counts");
   }
@@ -591,13 +655,14 @@ Mbarrier& FindMbarrier(void* barrier) {
 
 void MeetSome(int barrier, int num_threads) {
   State& s = TheState();
-  std::vector<int>& waiting = s.named[barrier & kMaxBarrier].waiting;
   const bool is_last = Arrive(barrier, num_threads);
-  waiting.push_back(s.current);
+  NamedBarrier& named = s.named[barrier];
+  named.waiting.push_back(s.current);
   if (is_last) {
-    Wake(waiting);
+    Wake(named.waiting);
   }
   RunAnother();
+  Merge(named.clock, &Current().known);
 }
 
 void ArriveSome(int barrier, int num_threads) {
@@ -612,14 +677,16 @@ void InitMbarrier(void* barrier, int num_arrivals) {
   NoteWrite(barrier, 8);
   const auto word = static_cast<size_t>(static_cast<char*>(barrier) - s.shared_begin) / 4;
   s.writes[word].is_barrier = s.writes[word + 1].is_barrier = true;
-  s.mbarriers[static_cast<char*>(barrier)] = {num_arrivals, num_arrivals,   0,
-                                              s.current,    s.num_meetings, {}};
+  s.mbarriers[static_cast<char*>(barrier)] = {num_arrivals,   num_arrivals, 0,  s.current,
+                                              s.num_meetings, {},           {}, {}};
 }
 
 void ArriveMbarrier(void* barrier) {
   Mbarrier& mbarrier = FindMbarrier(barrier);
+  Publish(&mbarrier.arriving);
   if (--mbarrier.num_pending == 0) {
     mbarrier.num_pending = mbarrier.num_arrivals;
+    mbarrier.ended = mbarrier.arriving;
     mbarrier.parity ^= 1;
     Wake(mbarrier.waiting);
   }
@@ -631,6 +698,7 @@ void WaitMbarrier(void* barrier, int parity) {
     mbarrier.waiting.push_back(TheState().current);
     RunAnother();
   }
+  Merge(mbarrier.ended, &Current().known);
 }
 
 void SetRegisters(int count) {
@@ -647,7 +715,8 @@ void NoteWrite(const void* shared, size_t bytes) {
     if (s.writes[word].is_barrier) {
       Fail("a write to an mbarrier");
     }
-    s.writes[word] = {s.current, Current().shared_fences};
+    s.writes[word] = {s.current, Current().shared_fences,
+                      s.warps[static_cast<size_t>(Current().warp)].part};
   }
 }
 
