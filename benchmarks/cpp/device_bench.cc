@@ -6,17 +6,20 @@
 // Cells, with defaults:
 //   op=decode|prefill|write|quantize|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8
 //     group=8 head_dim=128 window=0 sinks=0 search=0 rotate=0 k_offset=0 fast_pairs=0
-//     window_format=none
+//     window_format=none products=
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
 //   op=tune format=bf16 batch=1024 rows=4096 cols=4096 seconds=10
+//   op=tune head_dim=128 seconds=10
 // op=quantize quantizes the blocks of the new tokens, which leave a window in window_format.
 // k_offset=1 gives every block a K offset (kv/k_offset.h), and fast_pairs=n adds a fast bias
-// (ops/fast_bias.h). op=tune answers with the tuner's choices for all numbers of rows up to
-// `batch`. A step has `launches` launches, which a cell may override. They cycle through at least
-// two layers of rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are
-// recorded and replayed. A figure is the median of five rounds of at least round_ms: microseconds
-// of a launch, including the host's work. Bytes are the minimum that the op must move.
+// (ops/fast_bias.h). products=mma or wgmma lets op=prefill use these, whatever the tuner would
+// choose. op=tune answers with the tuner's choices for all numbers of rows up to
+// `batch`, or for attention. A step has `launches` launches, which a cell may override. They cycle
+// through at least two layers of rotate_mb together, so that no launch finds its bytes in a cache.
+// Decode steps are recorded and replayed. A figure is the median of five rounds of at least
+// round_ms: microseconds of a launch, including the host's work. Bytes are the minimum that the op
+// must move.
 
 #include <exception>
 #include <iostream>
@@ -29,9 +32,27 @@
 #include "bench_line.h"
 #include "kv_cells.h"
 #include "matrix_cells.h"
+#include "turbomind/backend/cuda/prefill/prefill_choice.h"
 
 namespace turbomind::bench {
 namespace {
+
+// Let prefill attention use some products, as if a tuner had found them earlier.
+void UseProducts(Device& device, const std::string& products, int head_dim) {
+  TuningParams params;
+  params.head_dims = {head_dim};
+  const std::string table = NameOf(cuda::PrefillProducts::kMma);
+  for (const DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
+    for (const bool fills_gpu : {false, true}) {
+      const cuda::PrefillQuestion question = {type, head_dim, fills_gpu};
+      params.saved.push_back({question.name(), products, table, 0, 0});
+    }
+  }
+  if (device.Tune(params).choices.size() != params.saved.size()) {
+    throw std::invalid_argument("products is " + products +
+                                ". It must be mma or wgmma, on a GPU that has both.");
+  }
+}
 
 Measured RunCell(Device& device, Cell& cell, Limits limits) {
   const std::string op = cell.Text("op");
@@ -41,7 +62,12 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
     return shape;
   };
   if (op == "decode" || op == "prefill" || op == "write" || op == "quantize" || op == "flatten") {
-    return MeasureKv(device, op, checked(KvShape(cell)), limits);
+    const std::string products = cell.Text("products");
+    const KvShape shape = checked(KvShape(cell));
+    if (!products.empty()) {
+      UseProducts(device, products, shape.head_dim);
+    }
+    return MeasureKv(device, op, shape, limits);
   }
   if (op == "linear") {
     return MeasureLinear(device, checked(MatrixShape(cell)), limits);
@@ -55,13 +81,19 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
                               "linear, copy, tune.");
 }
 
-// Tunes a layer of one matrix. The calls cycle through rotate_bytes of equal matrices.
+// Tunes attention, or a layer of one matrix. Its calls cycle through rotate_bytes of equal
+// matrices.
 TuningResult TuneCell(Device& device, Cell& cell, const Limits& limits) {
+  TuningParams params;
+  params.max_seconds = cell.Number("seconds", 10);
+  if (const int head_dim = cell.Number("head_dim", 0); head_dim > 0) {
+    cell.RequireAllRead();
+    params.head_dims = {head_dim};
+    return device.Tune(params);
+  }
   const MatrixShape shape(cell);
-  const int seconds = cell.Number("seconds", 10);
   cell.RequireAllRead();
   const MatrixBench matrices(device, shape, limits);
-  TuningParams params = {.layers = {}, .saved = {}, .max_seconds = static_cast<double>(seconds)};
   for (int layer = 0; layer < matrices.layers(); ++layer) {
     params.layers.push_back({.parts = {*matrices.Layer(layer)}, .max_rows = shape.tokens});
   }

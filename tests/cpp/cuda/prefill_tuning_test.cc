@@ -58,7 +58,7 @@ TEST_CASE("warp groups come into use where they are faster and right") {
   REQUIRE(faster.result.choices.size() == 2);
   const TunedChoice& first = faster.result.choices[0];
   CHECK(first.question == "prefill attention, fp16, head_dim 64, many rows");
-  CHECK(first.kernel == "warp groups");
+  CHECK(first.kernel == "wgmma");
   CHECK(first.table_kernel == "mma");
   CHECK(first.us == 1);
   CHECK(first.table_us == 2);
@@ -73,7 +73,7 @@ TEST_CASE("warp groups come into use where they are faster and right") {
 
 TEST_CASE("a saved choice of products is used without timing, unless it is unknown") {
   TuningParams params = ParamsOf({64});
-  params.saved = {{kHalf.name(), "warp groups", "mma", 1, 2}, {kBFloat.name(), "mma", "mma", 2, 2}};
+  params.saved = {{kHalf.name(), "wgmma", "mma", 1, 2}, {kBFloat.name(), "mma", "mma", 2, 2}};
   const Tuned saved(kMma, params);
   CHECK(saved.num_timed == 0);
   CHECK(saved.choices.Get(kHalf) == kWarpGroups);

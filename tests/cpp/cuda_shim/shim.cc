@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <memory>
 
-#include "turbomind/core/float_convert.h"
+#include "cuda_shim/shim_state.h"
 
 // Save the callee-saved registers on the current stack and restore those of the other stack.
 extern "C" void turbomind_shim_switch(void** from, void* to);
@@ -37,118 +34,13 @@ namespace turbomind::cuda_shim {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr size_t kSharedAlignment = 1024;
-constexpr int kGroupWarps = 4;
-constexpr int kProductRows = 64;   // of a
-constexpr int kProductSteps = 16;  // columns of a
-constexpr int kMaxBarrier = 15;
 constexpr int kMaxRegisters = 65536;
-constexpr int kPoison = 0xff;  // NaN as FP32, FP16 and a scale
 
-struct Copy {
-  char* to;
-  const char* from;
-  size_t bytes;
-  size_t valid;
-};
+std::string Text(const Dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
 
-// Sums to which products add: their values, and the number of products that are not waited for.
-struct Sums {
-  std::vector<float> values;
-  int num_products = 0;
-};
-
-// For each warp, the newest part of its work that a thread knows to be over. Barriers separate the
-// parts.
-using Clock = std::vector<uint32_t>;
-
-struct Thread {
-  Clock known;
-  Dim3 index;
-  int lane = 0;
-  int warp = 0;
-  bool done = false;
-  void* stack_pointer = nullptr;
-  std::vector<char> stack;
-  uint32_t out[kMaxWords];  // results of the last warp-wide instruction
-  std::vector<Copy> uncommitted;
-  std::deque<std::vector<Copy>> groups;  // oldest first
-  // Products that are not yet waited for, in their order. The first num_performed have happened.
-  std::vector<Product> new_products;
-  std::deque<std::vector<Product>> product_groups;
-  int num_performed = 0;
-  std::map<float*, Sums> sums;
-  int num_products = 0;  // since the start
-  bool registers_fenced = false;
-  int num_registers = 0;  // SetRegisters
-  uint32_t shared_fences = 0;
-  bool lets_next_begin = false;
-  bool has_waited = false;  // WaitForPrevious
-};
-
-// The last write to a word of shared memory.
-struct Write {
-  int thread = -1;
-  uint32_t fences = 0;  // of the thread before the write
-  uint32_t part = 0;    // of the warp's work
-  bool is_barrier = false;
-};
-
-// A barrier of some threads.
-struct NamedBarrier {
-  int num_threads = 0;
-  int num_arrived = 0;
-  std::vector<int> waiting;
-  Clock clock;
-};
-
-struct Mbarrier {
-  int num_arrivals = 0;
-  int num_pending = 0;
-  int parity = 0;        // of the current phase
-  int owner = -1;        // the thread that initialized it
-  int num_meetings = 0;  // of the block until then
-  std::vector<int> waiting;
-  Clock arriving;  // what those know that have arrived in this phase
-  Clock ended;     // and in the phase before
-};
-
-struct Warp {
-  LaneWords words;
-  const char* what = nullptr;
-  std::vector<int> waiting;
-  int alive = 0;
-  uint32_t part = 1;
-};
-
-struct Region {
-  size_t bytes;
-  bool writable;
-};
-
-struct State {
-  std::map<const char*, Region> regions;  // by their first byte
-  const std::function<void()>* kernel = nullptr;
-  Dim3 block;
-  std::vector<char> shared;
-  char* shared_begin = nullptr;
-  size_t shared_bytes = 0;
-  bool overlaps = false;
-  std::vector<Write> writes;  // by the word of shared memory
-  std::vector<Thread> threads;
-  std::vector<Warp> warps;
-  std::vector<int> runnable;
-  std::vector<int> at_barrier;
-  int num_meetings = 0;  // of the block
-  Clock block_clock;
-  NamedBarrier named[kMaxBarrier + 1];
-  std::map<const char*, Mbarrier> mbarriers;
-  int alive = 0;
-  int current = -1;
-  void* main_stack = nullptr;
-  std::mt19937_64 random;
-  std::string error;
-};
+}  // namespace
 
 State& TheState() {
   static State state;
@@ -167,19 +59,12 @@ void Merge(const Clock& from, Clock* to) {
   }
 }
 
-// Tell others, by their clock, what the current thread knows and that it has come to a barrier.
 void Publish(Clock* clock) {
   Thread& me = Current();
   const auto warp = static_cast<size_t>(me.warp);
   me.known[warp] = TheState().warps[warp].part++;
   Merge(me.known, clock);
 }
-
-std::string Text(const Dim3& d) {
-  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
-}
-
-}  // namespace
 
 void Fail(const std::string& what) {
   State& s = TheState();
@@ -189,9 +74,6 @@ void Fail(const std::string& what) {
   std::abort();  // a failed launch is never resumed
 }
 
-namespace {
-
-// Switch from the current thread to another runnable one, or back to the launch if there is none.
 void RunAnother() {
   State& s = TheState();
   Thread& me = Current();
@@ -213,6 +95,8 @@ void Wake(std::vector<int>& waiting) {
   s.runnable.insert(s.runnable.end(), waiting.begin(), waiting.end());
   waiting.clear();
 }
+
+namespace {
 
 void EndThread() {
   State& s = TheState();
@@ -339,146 +223,6 @@ void RunBlock(const LaunchShape& shape) {
   if (s.error.empty()) {
     CheckGroups();
   }
-}
-
-bool AreUntouched(const float* sums, size_t count) {
-  return std::all_of(sums, sums + count, [](float sum) { return FloatBits(sum) == ~0u; });
-}
-
-float ValueAt(const Product& product, const void* values, int index) {
-  uint16_t bits = 0;
-  std::memcpy(&bits, static_cast<const char*>(values) + 2 * index, sizeof(bits));
-  return product.is_bfloat ? BFloat16ToFloat(bits) : HalfToFloat(bits);
-}
-
-// Return what the number of a piece of 16 bytes is combined with in this row.
-int Swizzle(const Product& product, int row) {
-  return product.row_bytes == 128 ? row % 8 : row / 2 % 4;
-}
-
-// Return whether the current thread knows that a write is over. Lanes of a warp know each other's.
-bool IsKnown(const Write& write) {
-  const State& s = TheState();
-  const Thread& me = s.threads[static_cast<size_t>(s.current)];
-  if (write.thread < 0) {
-    return true;
-  }
-  const int warp = s.threads[static_cast<size_t>(write.thread)].warp;
-  return warp == me.warp || write.part <= me.known[static_cast<size_t>(warp)];
-}
-
-// Check `num_rows` rows that a product reads.
-void CheckRows(const Product& product, const char* rows, int num_rows) {
-  const State& s = TheState();
-  const auto bytes = static_cast<size_t>(num_rows) * static_cast<size_t>(product.row_bytes);
-  CheckAccess(Space::kShared, rows, bytes, static_cast<size_t>(8 * product.row_bytes));
-  const auto first = static_cast<size_t>(rows - s.shared_begin) / 4;
-  for (size_t word = first; word < first + bytes / 4; ++word) {
-    const Write& write = s.writes[word];
-    if (write.thread >= 0 &&
-        write.fences == s.threads[static_cast<size_t>(write.thread)].shared_fences) {
-      Fail("a product reads shared memory that was written without a fence after it");
-    }
-    if (!IsKnown(write)) {
-      Fail("a product reads shared memory that another warp wrote without a barrier after it");
-    }
-  }
-}
-
-const char* TileOf(const Product& product, const char* columns) {
-  return columns - reinterpret_cast<uintptr_t>(columns) % static_cast<size_t>(product.row_bytes);
-}
-
-void CheckColumns(const Product& product, const char* columns, int num_rows) {
-  CheckRows(product, TileOf(product, columns), num_rows);
-  CheckAccess(Space::kShared, columns, 32, 32);
-}
-
-void CheckTiles(const Product& product) {
-  if (product.a != nullptr) {
-    CheckColumns(product, product.a, kProductRows);
-  }
-  if (!product.is_transposed) {
-    CheckColumns(product, product.b, product.num_columns);
-    return;
-  }
-  for (int column = 0; column < product.num_columns; column += product.row_bytes / 2) {
-    const int slab = column * 2 / product.row_bytes;
-    CheckRows(product, product.b + slab * product.slab_bytes, kProductSteps);
-  }
-}
-
-using StepValues = float[kProductSteps];
-
-// Read a row of a tile from 16 columns on.
-void ReadColumns(const Product& product, const char* columns, int row, StepValues& values) {
-  const char* tile = TileOf(product, columns);
-  for (int k = 0; k < kProductSteps; ++k) {
-    const auto piece = static_cast<int>(columns - tile) / 16 + k / 8;
-    const char* from = tile + row * product.row_bytes + (piece ^ Swizzle(product, row)) * 16;
-    values[k] = ValueAt(product, from, k % 8);
-  }
-}
-
-// Read the values of b for a column of the sums.
-void ReadFactors(const Product& product, int column, StepValues& values) {
-  if (!product.is_transposed) {
-    ReadColumns(product, product.b, column, values);
-    return;
-  }
-  const int slab_columns = product.row_bytes / 2;
-  const char* slab = product.b + column / slab_columns * product.slab_bytes;
-  const int at = column % slab_columns;
-  for (int k = 0; k < kProductSteps; ++k) {
-    const char* from = slab + k * product.row_bytes + (at / 8 ^ Swizzle(product, k)) * 16;
-    values[k] = ValueAt(product, from, at % 8);
-  }
-}
-
-// Lane 4 g + t has the rows g and g + 8 of its warp's, and the columns 8 n + 2 t and the next one.
-void Perform(Thread& thread, const Product& product) {
-  std::vector<float>& sums = thread.sums[product.sums].values;
-  StepValues a[2];
-  for (int half = 0; half < 2; ++half) {
-    if (product.a == nullptr) {
-      for (int k = 0; k < kProductSteps; ++k) {
-        a[half][k] = ValueAt(product, product.factors[half], k);
-      }
-    } else {
-      const int row = thread.warp % kGroupWarps * 16 + thread.lane / 4 + 8 * half;
-      ReadColumns(product, product.a, row, a[half]);
-    }
-  }
-  for (int column = thread.lane % 4 * 2; column < product.num_columns;
-       column += column % 2 == 0 ? 1 : 7) {
-    StepValues b;
-    ReadFactors(product, column, b);
-    for (int half = 0; half < 2; ++half) {
-      float& sum = sums[static_cast<size_t>(column / 8 * 4 + half * 2 + column % 2)];
-      sum = product.adds ? sum : 0.f;
-      for (int k = 0; k < kProductSteps; ++k) {
-        sum += a[half][k] * b[k];
-      }
-    }
-  }
-}
-
-// Perform the thread's first `count` products, unless they have happened.
-void PerformProducts(Thread& thread, int count) {
-  int index = 0;
-  const auto perform = [&](const std::vector<Product>& products) {
-    for (const Product& product : products) {
-      if (index >= thread.num_performed && index < count) {
-        Perform(thread, product);
-      }
-      ++index;
-    }
-  };
-  for (const std::vector<Product>& group : thread.product_groups) {
-    perform(group);
-  }
-  perform(thread.new_products);
-  thread.num_performed = std::max(thread.num_performed, count);
 }
 
 void Perform(const Copy& copy) {
@@ -618,96 +362,6 @@ void MeetBlock() {
   Merge(s.block_clock, &Current().known);
 }
 
-namespace {
-
-// Add an arrival, and return whether it is the last one.
-bool Arrive(int barrier, int num_threads) {
-  if (barrier < 1 || barrier > kMaxBarrier || num_threads <= 0 || num_threads % kWarp != 0) {
-    Fail("barrier " + std::to_string(barrier) + " cannot be for " + std::to_string(num_threads) +
-         " threads");
-  }
-  NamedBarrier& named = TheState().named[barrier];
-  Publish(&named.clock);
-  if (named.num_arrived > 0 && named.num_threads != num_threads) {
-    Fail("threads meet at a barrier with different counts");
-  }
-  named.num_threads = num_threads;
-  if (++named.num_arrived < num_threads) {
-    return false;
-  }
-  named.num_arrived = 0;
-  return true;
-}
-
-Mbarrier& FindMbarrier(void* barrier) {
-  State& s = TheState();
-  const auto found = s.mbarriers.find(static_cast<const char*>(barrier));
-  if (found == s.mbarriers.end()) {
-    Fail("an mbarrier is used that was not initialized");
-  }
-  if (found->second.owner != s.current && found->second.num_meetings == s.num_meetings) {
-    Fail("an mbarrier is used before a barrier of the block after its initialization");
-  }
-  return found->second;
-}
-
-}  // namespace
-
-void MeetSome(int barrier, int num_threads) {
-  State& s = TheState();
-  const bool is_last = Arrive(barrier, num_threads);
-  NamedBarrier& named = s.named[barrier];
-  named.waiting.push_back(s.current);
-  if (is_last) {
-    Wake(named.waiting);
-  }
-  RunAnother();
-  Merge(named.clock, &Current().known);
-}
-
-void ArriveSome(int barrier, int num_threads) {
-  if (Arrive(barrier, num_threads)) {
-    Wake(TheState().named[barrier].waiting);
-  }
-}
-
-void InitMbarrier(void* barrier, int num_arrivals) {
-  State& s = TheState();
-  CheckAccess(Space::kShared, barrier, 8, 8);
-  NoteWrite(barrier, 8);
-  const auto word = static_cast<size_t>(static_cast<char*>(barrier) - s.shared_begin) / 4;
-  s.writes[word].is_barrier = s.writes[word + 1].is_barrier = true;
-  s.mbarriers[static_cast<char*>(barrier)] = {num_arrivals,   num_arrivals, 0,  s.current,
-                                              s.num_meetings, {},           {}, {}};
-}
-
-void ArriveMbarrier(void* barrier) {
-  Mbarrier& mbarrier = FindMbarrier(barrier);
-  Publish(&mbarrier.arriving);
-  if (--mbarrier.num_pending == 0) {
-    mbarrier.num_pending = mbarrier.num_arrivals;
-    mbarrier.ended = mbarrier.arriving;
-    mbarrier.parity ^= 1;
-    Wake(mbarrier.waiting);
-  }
-}
-
-void WaitMbarrier(void* barrier, int parity) {
-  Mbarrier& mbarrier = FindMbarrier(barrier);
-  while (mbarrier.parity == parity) {
-    mbarrier.waiting.push_back(TheState().current);
-    RunAnother();
-  }
-  Merge(mbarrier.ended, &Current().known);
-}
-
-void SetRegisters(int count) {
-  if (count % 8 != 0 || count < 24 || count > 256) {
-    Fail("a warp cannot have " + std::to_string(count) + " registers");
-  }
-  Current().num_registers = count;
-}
-
 void NoteWrite(const void* shared, size_t bytes) {
   State& s = TheState();
   const auto first = static_cast<size_t>(static_cast<const char*>(shared) - s.shared_begin);
@@ -720,77 +374,8 @@ void NoteWrite(const void* shared, size_t bytes) {
   }
 }
 
-void StartProduct(const Product& product) {
-  Thread& me = Current();
-  if (!me.registers_fenced) {
-    Fail("a product starts without a fence of the registers since the last group");
-  }
-  CheckTiles(product);
-  const auto count = static_cast<size_t>(product.num_columns) / 2;
-  Sums& sums = me.sums[product.sums];
-  if (sums.num_products++ == 0) {
-    sums.values.assign(product.sums, product.sums + count);
-  } else if (!AreUntouched(product.sums, count)) {
-    Fail("sums were changed before their products were waited for");
-  }
-  std::memset(product.sums, kPoison, count * sizeof(float));
-  me.new_products.push_back(product);
-  ++me.num_products;
-  if (TheState().random() % 2 == 0) {
-    int pending = static_cast<int>(me.new_products.size());
-    for (const auto& group : me.product_groups) {
-      pending += static_cast<int>(group.size());
-    }
-    PerformProducts(me, pending);
-  }
-}
-
-void CommitProducts() {
-  Thread& me = Current();
-  me.product_groups.push_back(me.new_products);
-  me.new_products.clear();
-  me.registers_fenced = false;
-}
-
-namespace {
-
-// Check that the lane's factors in registers have not changed since the start of the product.
-void CheckFactors(const Thread& thread, const Product& product) {
-  for (int i = 0; product.own_factors != nullptr && i < 4; ++i) {
-    if (product.own_factors[i] != product.factors[i % 2][i / 2 * 4 + thread.lane % 4]) {
-      Fail("factors were changed before their products were waited for");
-    }
-  }
-}
-
-}  // namespace
-
-void WaitForProducts(int newest) {
-  Thread& me = Current();
-  while (static_cast<int>(me.product_groups.size()) > newest) {
-    const auto size = static_cast<int>(me.product_groups.front().size());
-    PerformProducts(me, size);
-    for (const Product& product : me.product_groups.front()) {
-      CheckFactors(me, product);
-      Sums& sums = me.sums[product.sums];
-      if (--sums.num_products == 0) {
-        if (!AreUntouched(product.sums, sums.values.size())) {
-          Fail("sums were changed before their products were waited for");
-        }
-        std::copy(sums.values.begin(), sums.values.end(), product.sums);
-        me.sums.erase(product.sums);
-      }
-    }
-    me.product_groups.pop_front();
-    me.num_performed -= size;
-  }
-}
-
 void LetNextBegin() { Current().lets_next_begin = true; }
 void WaitForPrevious() { Current().has_waited = true; }
-
-void FenceShared() { ++Current().shared_fences; }
-void FenceRegisters() { Current().registers_fenced = true; }
 
 void CopyAsync(void* shared, const void* global, int bytes, int valid) {
   if (valid < 0 || valid > bytes) {

@@ -8,11 +8,11 @@
 // detects a copy into a stage that other threads still read, warps whose lanes do not meet, and
 // barriers that some threads never reach. Of the products of warp groups it detects sums that are
 // used before they were waited for, factors that change before that, missing fences, rows that
-// another warp wrote without a barrier after it, and warps of a group that differ in their products. Of barriers that only some threads meet at it detects counts
-// that differ, arrivals that nobody waits for, and a use before all threads know the barrier. Of
-// overlapping launches it detects a use of global memory before WaitForPrevious. It
-// cannot detect missing fences of global memory, races inside one word, the rounding
-// of the tensor cores, or speed.
+// another warp wrote without a barrier after it, and warps of a group that differ in their
+// products. Of barriers that only some threads meet at it detects counts that differ, arrivals that
+// nobody waits for, and a use before all threads know the barrier. Of overlapping launches it
+// detects a use of global memory before WaitForPrevious. It cannot detect missing fences of global
+// memory, races inside one word, the rounding of the tensor cores, or speed.
 //
 // A kernel runs as it is compiled for a GPU; only backend/cuda/runtime/intrinsics.cuh is replaced.
 // x86-64 only; one launch at a time.

@@ -17,7 +17,7 @@ enum class PrefillProducts {
 };
 
 inline const char* NameOf(PrefillProducts products) {
-  return products == PrefillProducts::kMma ? "mma" : "warp groups";
+  return products == PrefillProducts::kMma ? "mma" : "wgmma";
 }
 
 // Launches that share a choice.

@@ -256,44 +256,63 @@ TM_DEVICE void StartValues(const WideGroup<C>& group, const PackedWeights<C>& we
   CommitProducts();
 }
 
-// Turn the scores of the tile of positions from `first` on into weights.
+// Wait for the products of StartValues, and release their slot.
 template <class C>
-TM_DEVICE Rise<C> WeighScores(const WideGroup<C>& group, int range, int first,
-                              const SeenByRows& mine, const ScoreScale& scale, Scores<C>& scores,
-                              PrefillState<C>* state) {
-  KeepSums(scores[0]);
-  ArriveAsWarp(group.keys.empty());
-  CapScores<C>(group.task, scale.cap_scale, scores);
-  if (first < mine.all.begin || first + C::kKeys > mine.all.end) {
-    HideScores<C>(group.task, range, first, scores);
-  }
-  return UpdateSoftmax<C>(scale.scale, scores, state);
+TM_DEVICE void EndValues(WideGroup<C>& group, PrefillState<C>* state) {
+  WaitForProducts<0>();
+  KeepSums(state->o[0]);
+  ArriveAsWarp(group.values.empty());
+  group.values.Advance(2);
 }
 
-// Add the positions of a range. `weights` are those of a tile until its products have ended.
+// A range of positions, for one warp.
+struct WideRange {
+  int index;
+  SeenPositions all;  // that no row hides
+  ScoreScale scale;
+};
+
+// Turn scores into weights, and release the slot of their keys. The products of StartScores have
+// ended, and `first` is the first position of the tile.
 template <class C>
-TM_DEVICE void ReadWideRange(WideGroup<C>& group, int range, PrefillState<C>* state) {
+TM_DEVICE Rise<C> WeighScores(WideGroup<C>& group, const WideRange& range, int first,
+                              Scores<C>& scores, PrefillState<C>* state) {
+  KeepSums(scores[0]);
+  ArriveAsWarp(group.keys.empty());
+  group.keys.Advance(2);
+  CapScores<C>(group.task, range.scale.cap_scale, scores);
+  if (first < range.all.begin || first + C::kKeys > range.all.end) {
+    HideScores<C>(group.task, range.index, first, scores);
+  }
+  return UpdateSoftmax<C>(range.scale.scale, scores, state);
+}
+
+template <class C>
+TM_DEVICE void PackTile(const Scores<C>& scores, PackedWeights<C>& weights) {
+#pragma unroll
+  for (int step = 0; step < C::kKeys / 16; ++step) {
+    PackWeights<C>(scores[0], step, weights[step]);
+  }
+}
+
+// Add the positions of a range. The products of a tile's values run with those of the next keys.
+template <class C>
+TM_DEVICE void ReadWideRange(WideGroup<C>& group, int index, PrefillState<C>* state) {
   const PrefillTask<C>& task = group.task;
-  const SeenPositions seen = SeenByRange<C>(task, range, task.first_row, C::kRows).some;
+  const SeenPositions seen = SeenByRange<C>(task, index, task.first_row, C::kRows).some;
   if (seen.begin >= seen.end) {
     return;
   }
-  const SeenByRows mine = SeenByRange<C>(task, range, task.first_row + 16 * task.at.warp, 16);
-  const ScoreScale scale = ScaleOf<C>(task, range);
-  const auto pack = [](const Scores<C>& scores, PackedWeights<C>& weights) {
-#pragma unroll
-    for (int step = 0; step < C::kKeys / 16; ++step) {
-      PackWeights<C>(scores[0], step, weights[step]);
-    }
-  };
+  const int row = task.first_row + 16 * task.at.warp;
+  const WideRange range = {index, SeenByRange<C>(task, index, row, 16).all,
+                           ScaleOf<C>(task, index)};
   int first = seen.begin / C::kKeys * C::kKeys;
   Scores<C> scores = {};
   PackedWeights<C> weights;
   StartScores<C>(group, scores);
   WaitForProducts<0>();
-  ScaleDown<C>(WeighScores<C>(group, range, first, mine, scale, scores, state), state);
-  group.keys.Advance(2);
-  pack(scores, weights);
+  ScaleDown<C>(WeighScores<C>(group, range, first, scores, state), state);
+  PackTile<C>(scores, weights);
 #pragma unroll 1
   for (first += C::kKeys; first < seen.end; first += C::kKeys) {
     SyncSome(kTurnBarrier + group.group, C::kGroups * C::kGroupThreads);
@@ -301,20 +320,13 @@ TM_DEVICE void ReadWideRange(WideGroup<C>& group, int range, PrefillState<C>* st
     StartValues<C>(group, weights, state);
     ArriveSome(kTurnBarrier + 1 - group.group, C::kGroups * C::kGroupThreads);
     WaitForProducts<1>();  // for the scores
-    const Rise<C> rise = WeighScores<C>(group, range, first, mine, scale, scores, state);
-    group.keys.Advance(2);
-    WaitForProducts<0>();
-    KeepSums(state->o[0]);
-    ArriveAsWarp(group.values.empty());
-    group.values.Advance(2);
+    const Rise<C> rise = WeighScores<C>(group, range, first, scores, state);
+    EndValues<C>(group, state);
     ScaleDown<C>(rise, state);
-    pack(scores, weights);
+    PackTile<C>(scores, weights);
   }
   StartValues<C>(group, weights, state);
-  WaitForProducts<0>();
-  KeepSums(state->o[0]);
-  ArriveAsWarp(group.values.empty());
-  group.values.Advance(2);
+  EndValues<C>(group, state);
 }
 
 // Compute the rows of one group.
