@@ -205,11 +205,13 @@ def test_engine_on_a_gpu_is_tuned_at_its_first_start(shim: Path, path: Path) -> 
         r"shim, SM 90, driver shim, cuBLASLt 130102, kernels \S+ [0-9a-f]{12}", stored["machine"]
     )
     questions = [row["question"] for row in stored["choices"]]
-    assert len(set(questions)) == len(questions) == 2 * 5 + 1  # and one about launches
+    count = len(questions)
+    assert len(set(questions)) == count == 2 * 5 + 3  # and about attention and launches
     assert questions.pop() == "a chain of launches, 1 row"
+    for operands in ("bf16", "fp16"):
+        assert questions.pop() == f"prefill attention, {operands}, head_dim 64, many rows"
     layer = r"(norm, )?bf16 [0-9+]+ x \d+(, gate)?, [12] rows?"
     assert all(re.fullmatch(layer, text) for text in questions)
-    count = len(questions) + 1
     assert re.fullmatch(
         rf"tuner of GPU 0: {path}, {count} choices, 0.0 days old", run(CHECK_ENV, shim)
     )
