@@ -13,6 +13,7 @@
 
 #include "cpu/attention_fixture.h"
 #include "cuda/gpu_array.h"
+#include "turbomind/backend/cuda/linear/linear_wide.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
 
 namespace turbomind::cuda::prefill_step {
@@ -174,7 +175,7 @@ inline std::vector<float> GpuRun::Run(const Batch& b) {
   context.gpu = PropertiesOf(0);
   context.gpu.num_sms = b.num_sms;
   context.deterministic = b.deterministic;
-  context.has_warp_groups = true;
+  context.has_warp_groups = ProbeWarpGroups(stream);
   context.workspace = &workspace;
   BatchView batch = params.batch;
   batch.cu_seqlens = host.cu_seqlens.data();
