@@ -34,6 +34,16 @@ FEW_MODES = ("none", "fp8", "nvfp4", "mxfp4")  # the formats that are measured f
 FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4_split")
 # Matrices of an 8B model (hidden 4096, 32 heads of 128, 8 KV heads).
 LINEARS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+# Prompts, and a chunk that continues one.
+PREFILLS = (
+    "batch=1 context=8192 new_tokens=8192 kv_heads=8 group=4 head_dim=128",
+    "batch=1 context=8192 new_tokens=2048 kv_heads=8 group=4 head_dim=128",
+    "batch=1 context=8192 new_tokens=8192 kv_heads=8 group=8 head_dim=64",
+    "batch=1 context=8192 new_tokens=8192 kv_heads=8 group=1 head_dim=96",
+    "batch=1 context=8192 new_tokens=8192 kv_heads=8 group=2 head_dim=256",
+    "batch=16 context=512 new_tokens=512 kv_heads=8 group=4 head_dim=128",
+    "batch=1 context=8192 new_tokens=8192 kv_heads=8 group=8 head_dim=64 window=128 sinks=1",
+)
 
 
 # Attention over latents: heads, and sequences that decode.
@@ -60,6 +70,9 @@ def device_cells(formats: Sequence[str]) -> Iterator[str]:
         for mode in ("none", "nvfp4"):
             sizes = f"batch=1 context={context} new_tokens={context} kv_heads=8 group=4"
             yield f"op=prefill mode={mode} launches=4 {sizes} head_dim=128"
+    for sizes in PREFILLS:  # both kernels of attention, whichever the tuner chooses
+        for products in ("mma", "wgmma"):
+            yield f"op=prefill mode=none launches=4 {sizes} products={products}"
     for batch, tokens in ((1, 2048), (128, 1)):
         sizes = f"batch={batch} context=2048 new_tokens={tokens} kv_heads=8 group=4 head_dim=128"
         for mode in modes:
@@ -98,24 +111,27 @@ def tuner_cells() -> Iterator[str]:
             yield f"op=tune format={name} batch=1024 rows={rows} cols={cols}"
     for mode in FEW_MODES:
         for heads in ("head_dim=128 group=4", "head_dim=128 group=8", "head_dim=64 group=8"):
-            yield f"op=tune_decode mode={mode} batch=64 kv_heads=8 {heads}"
-    yield "op=tune_decode mode=nvfp4 batch=64 kv_heads=8 head_dim=64 group=8 window=128"
+            yield f"op=tune_attention mode={mode} batch=64 kv_heads=8 {heads}"
+    yield "op=tune_attention mode=nvfp4 batch=64 kv_heads=8 head_dim=64 group=8 window=128"
+    for head_dim, group in ((96, 1), (256, 2)):
+        yield f"op=tune_attention mode=none batch=64 kv_heads=8 head_dim={head_dim} group={group}"
 
 
 def small_tuner_cells() -> Iterator[str]:
     """Yield tiny cells of the tuner, to test the program on any device."""
     yield "op=tune format=q4_0 batch=2 rows=64 cols=64"
-    yield "op=tune_decode mode=nvfp4 kv_heads=1 group=2 head_dim=64"
+    yield "op=tune_attention mode=nvfp4 kv_heads=1 group=2 head_dim=64"
 
 
 def small_cells() -> Iterator[str]:
-    """Yield one tiny cell of every op, to test the program on any device."""
+    """Yield one tiny cell of every op, to test the program on the stand-in for a GPU."""
     yield "op=copy mb=1"
     sizes = "launches=1 batch=2 context=96 kv_heads=1 group=2 head_dim=64"
     for mode in FEW_MODES:
         for op in ("decode", "write", "flatten", "prefill"):
             more = " new_tokens=16" if op == "prefill" else ""
             yield f"op={op} mode={mode} {sizes}{more}"
+    yield f"op=prefill mode=none {sizes} new_tokens=16 products=wgmma"
     for op in ("decode", "quantize", "prefill"):
         yield f"op={op} mode=nvfp4 {sizes} new_tokens={16 if op == 'prefill' else 1} k_offset=1"
     for tokens in (1, 3):

@@ -160,14 +160,17 @@ def prefill_table(results: GpuResults) -> str:
     """Return the table of causal attention of prompts: microseconds and TFLOP/s."""
     body = []
     for by, words, row in results.cells("prefill"):
-        if "k_offset" in words:
+        if "k_offset" in words or "window" in words:
             continue
         new, context = int(words["new_tokens"]), int(words["context"])
         heads = int(words["kv_heads"]) * int(words["group"])
         products = 4 * heads * int(words["head_dim"]) * new * (context - new / 2)
         rate = products / row["us"] / 1e6
         name = f"this engine, `{words['mode']}`" if by == US else row["by"]
+        name += f", {words['products']}" if "products" in words else ""
         shape = f"{new:,} of {context:,}" + ("" if heads == 32 else f", {heads} heads")
+        shape += "" if words["head_dim"] == "128" else f" of {words['head_dim']}"
+        shape += f", {words['batch']} times" if words["batch"] != "1" else ""
         body.append([shape, name, micros(row["us"]), f"{rate:.0f}"])
     body.sort(key=lambda cells: (cells[0], float(cells[2].replace(",", ""))))
     return markdown(["new tokens of all", "by", "µs", "TFLOP/s"], body, left=2)

@@ -6,20 +6,21 @@
 // Cells, with defaults:
 //   op=decode|prefill|write|quantize|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8
 //     group=8 head_dim=128 window=0 sinks=0 search=0 rotate=0 k_offset=0 fast_pairs=0
-//     window_format=none
+//     window_format=none products=
 //   op=latents mode=none batch=1 context=1024 new_tokens=1 heads=16 rank=512 rotary=64
 //   op=linear format=bf16 batch=1 rows=4096 cols=4096
 //   op=copy mb=1024
 //   op=tune format=bf16 batch=1024 rows=4096 cols=4096 seconds=10
-//   op=tune_decode mode=none batch=1 kv_heads=8 group=8 head_dim=128 window=0 seconds=10
+//   op=tune_attention mode=none batch=1 kv_heads=8 group=8 head_dim=128 window=0 seconds=10
 // op=quantize quantizes the blocks of the new tokens, which leave a window in window_format.
 // k_offset=1 gives every block a K offset (kv/k_offset.h), and fast_pairs=n adds a fast bias
-// (ops/fast_bias.h). op=tune answers with the tuner's choices for all numbers of rows up to
-// `batch`, and op=tune_decode with those for up to `batch` sequences. A step has `launches`
-// launches, which a cell may override. They cycle through at least two layers of rotate_mb
-// together, so that no launch finds its bytes in a cache. Decode steps are recorded and replayed. A
-// figure is the median of five rounds of at least round_ms: microseconds of a launch, including the
-// host's work. Bytes are the minimum that the op must move.
+// (ops/fast_bias.h). products=mma or wgmma lets op=prefill use these, whatever the tuner would
+// choose. op=tune answers with the tuner's choices for all numbers of rows up to `batch`, and
+// op=tune_attention with those for prompts and for decoding up to `batch` sequences. A step has
+// `launches` launches, which a cell may override. They cycle through at least two layers of
+// rotate_mb together, so that no launch finds its bytes in a cache. Decode steps are recorded and
+// replayed. A figure is the median of five rounds of at least round_ms: microseconds of a launch,
+// including the host's work. Bytes are the minimum that the op must move.
 
 #include <exception>
 #include <iostream>
@@ -34,9 +35,37 @@
 #include "kv_cells.h"
 #include "latent_cells.h"
 #include "matrix_cells.h"
+#include "turbomind/backend/cuda/prefill/prefill_choice.h"
 
 namespace turbomind::bench {
 namespace {
+
+AttentionToTune AttentionOf(const KvShape& shape) {
+  LayerGroup layers = {.window = shape.window,
+                       .layers = {0},
+                       .num_readers = 1,
+                       .layout = block::Layout(ConfigOf(shape, 1)),
+                       .window16_layout = {},
+                       .rule = {}};
+  return {std::move(layers), shape.q_heads(), shape.batch};
+}
+
+// Let prefill attention use some products, as if a tuner had found them earlier.
+void UseProducts(Device& device, const std::string& products, const KvShape& shape) {
+  TuningParams params;
+  params.attention = {AttentionOf(shape)};
+  const std::string table = NameOf(cuda::PrefillProducts::kMma);
+  for (const DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
+    for (const bool fills_gpu : {false, true}) {
+      const cuda::PrefillQuestion question = {type, shape.head_dim, fills_gpu};
+      params.saved.push_back({question.name(), products, table, 0, 0});
+    }
+  }
+  if (device.Tune(params).choices.size() != params.saved.size()) {
+    throw std::invalid_argument("products is " + products +
+                                ". It must be mma or wgmma, on a GPU that has both.");
+  }
+}
 
 Measured RunCell(Device& device, Cell& cell, Limits limits) {
   const std::string op = cell.Text("op");
@@ -46,7 +75,12 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
     return shape;
   };
   if (op == "decode" || op == "prefill" || op == "write" || op == "quantize" || op == "flatten") {
-    return MeasureKv(device, op, checked(KvShape(cell)), limits);
+    const std::string products = cell.Text("products");
+    const KvShape shape = checked(KvShape(cell));
+    if (!products.empty()) {
+      UseProducts(device, products, shape);
+    }
+    return MeasureKv(device, op, shape, limits);
   }
   if (op == "latents") {
     return MeasureLatents(device, checked(LatentShape(cell)), limits);
@@ -60,38 +94,30 @@ Measured RunCell(Device& device, Cell& cell, Limits limits) {
   }
   throw std::invalid_argument("op is " + op +
                               ". It must be one of decode, prefill, write, quantize, flatten, "
-                              "latents, linear, copy, tune, tune_decode.");
+                              "latents, linear, copy, tune, tune_attention.");
 }
 
 // Tunes a layer of one matrix. The calls cycle through rotate_bytes of equal matrices.
 TuningResult TuneCell(Device& device, Cell& cell, const Limits& limits) {
+  TuningParams params;
+  params.max_seconds = cell.Number("seconds", 10);
   const MatrixShape shape(cell);
-  const int seconds = cell.Number("seconds", 10);
   cell.RequireAllRead();
   const MatrixBench matrices(device, shape, limits);
-  TuningParams params = {
-      .layers = {}, .attention = {}, .saved = {}, .max_seconds = static_cast<double>(seconds)};
   for (int layer = 0; layer < matrices.layers(); ++layer) {
     params.layers.push_back({.parts = {*matrices.Layer(layer)}, .max_rows = shape.tokens});
   }
   return device.Tune(params);
 }
 
-// Tunes decode attention of a layer.
-TuningResult TuneDecodeCell(Device& device, Cell& cell) {
+// Tunes attention of a layer.
+TuningResult TuneAttentionCell(Device& device, Cell& cell) {
   const KvShape shape(cell);
-  const int seconds = cell.Number("seconds", 10);
+  TuningParams params;
+  params.max_seconds = cell.Number("seconds", 10);
   cell.RequireAllRead();
-  LayerGroup layers = {.window = shape.window,
-                       .layers = {0},
-                       .num_readers = 1,
-                       .layout = block::Layout(ConfigOf(shape, 1)),
-                       .window16_layout = {},
-                       .rule = {}};
-  return device.Tune({.layers = {},
-                      .attention = {{std::move(layers), shape.q_heads(), shape.batch}},
-                      .saved = {},
-                      .max_seconds = static_cast<double>(seconds)});
+  params.attention = {AttentionOf(shape)};
+  return device.Tune(params);
 }
 
 void AddTuning(Json& answer, const TuningResult& tuned) {
@@ -117,9 +143,9 @@ void Answer(const DeviceChoice& choice, const std::string& line, const Limits& l
     Cell cell(line);
     const std::shared_ptr<Device> device = choice.Make();
     const std::string op = cell.Text("op");
-    if (op == "tune" || op == "tune_decode") {
+    if (op == "tune" || op == "tune_attention") {
       AddTuning(answer,
-                op == "tune" ? TuneCell(*device, cell, limits) : TuneDecodeCell(*device, cell));
+                op == "tune" ? TuneCell(*device, cell, limits) : TuneAttentionCell(*device, cell));
       answer.Print();
       return;
     }

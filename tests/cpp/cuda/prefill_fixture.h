@@ -13,6 +13,7 @@
 
 #include "cpu/attention_fixture.h"
 #include "cuda/gpu_array.h"
+#include "turbomind/backend/cuda/linear/linear_wide.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
 
 namespace turbomind::cuda::prefill_step {
@@ -36,6 +37,7 @@ struct Batch {
   int num_decode = 0;
   int num_sms = 1;
   bool deterministic = false;
+  PrefillProducts products = PrefillProducts::kMma;  // where it can run
   int64_t scratch_bytes = kPrefillScratchBytes;
   // Factors for the scales of the quantized pool and for the softmax scale.
   float key_scale = 1.f;
@@ -139,8 +141,9 @@ inline GpuRun::GpuRun(const Case& c, Caches& caches, const Inputs& in, const Bat
   params.q_stride = host.width;
   params.q_heads = c.group * c.shape.kv_heads;
   num_out = host.positions.size() * static_cast<size_t>(params.q_heads * c.shape.head_dim);
-  params.out = Upload(std::vector<float>(num_out, kSentinel));
+  params.out = Upload(std::vector<float>(num_out));
   params.softmax_scale = b.softmax_factor / std::sqrt(static_cast<float>(c.shape.head_dim));
+  params.score_cap = c.score_cap;
   params.window = c.window;
   params.sinks = c.sinks ? Upload(in.sinks) : nullptr;
   params.q_dot_mean = c.mean ? Upload(host.q_dot_mean) : nullptr;
@@ -164,12 +167,15 @@ inline GpuRun::GpuRun(const Case& c, Caches& caches, const Inputs& in, const Bat
 }
 
 inline std::vector<float> GpuRun::Run(const Batch& b) {
+  const std::vector<float> sentinels(num_out, kSentinel);
+  CopyBytes(params.out, sentinels.data(), num_out * sizeof(float), stream);
   Workspace workspace(stream);
   Context context;
   context.stream = stream;
   context.gpu = PropertiesOf(0);
   context.gpu.num_sms = b.num_sms;
   context.deterministic = b.deterministic;
+  context.has_warp_groups = ProbeWarpGroups(stream);
   context.workspace = &workspace;
   BatchView batch = params.batch;
   batch.cu_seqlens = host.cu_seqlens.data();
@@ -177,7 +183,14 @@ inline std::vector<float> GpuRun::Run(const Batch& b) {
   batch.positions = host.positions.data();
   batch.block_tables = host.tables.data();
   batch.window16_tables = host.window16_tables.data();
-  CudaPrefillAttention(context, params, batch, {batch.num_decode, batch.num_seqs}, b.scratch_bytes);
+  PrefillChoices choices;
+  for (DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
+    for (bool fills_gpu : {false, true}) {
+      choices.Set({type, params.kv.head_dim, fills_gpu}, b.products);
+    }
+  }
+  CudaPrefillAttention(context, choices, params, batch, {batch.num_decode, batch.num_seqs},
+                       b.scratch_bytes);
   std::vector<float> out(num_out);
   CopyBytes(out.data(), params.out, num_out * sizeof(float), stream);
   Synchronize(stream);
@@ -216,14 +229,27 @@ inline double Limit(const Case& c) {
   return bfloat ? kMaxBFloatError : kMaxHalfError;
 }
 
-inline std::vector<float> CheckBatch(const Case& c, const Batch& b) {
-  const std::string name = Name(c, "cuda");
+// Run a batch with its kernel, and check the error.
+inline std::vector<float> CheckKernel(const Case& c, const Batch& b) {
+  const std::string name = Name(c, "cuda") + ", " + NameOf(b.products);
   CAPTURE(name);
   Caches caches(c);
   const Inputs in = MakeInputs(c);
   GpuRun run(c, caches, in, b);
   const std::vector<float> out = run.Run(b);
   CHECK(RelativeError(c, caches, in, b, out) < Limit(c));
+  return out;
+}
+
+// Check both kernels, of which products of warp groups need a batch that fills the GPU. Return the
+// results of the other one.
+inline std::vector<float> CheckBatch(const Case& c, Batch b) {
+  std::vector<float> out = CheckKernel(c, b);
+  if (!b.deterministic && c.shape.head_dim != 80) {
+    b.products = PrefillProducts::kWarpGroups;
+    b.num_sms = 1;
+    CheckKernel(c, b);
+  }
   return out;
 }
 

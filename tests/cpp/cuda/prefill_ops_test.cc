@@ -11,6 +11,7 @@
 
 #include "cuda/prefill_fixture.h"
 #include "turbomind/backend/cuda/prefill/prefill_shape.cuh"
+#include "turbomind/core/float_convert.h"
 
 namespace turbomind::cuda::prefill_step {
 
@@ -43,12 +44,13 @@ TEST_CASE("prefill matches the codecs' values at every head_dim from position 0 
   }
 }
 
-TEST_CASE("prefill handles sliding windows, sinks and means" * doctest::test_suite("small")) {
+TEST_CASE("prefill handles sliding windows, sinks, means and caps" * doctest::test_suite("small")) {
   for (int window : {0, 1, 30, 64, 100, 400, -1, -50, -128}) {
     Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
     c.window = window;
     c.sinks = window != 30;
     c.mean = window != 100;
+    c.score_cap = window > 50 ? 0.5f : 0.f;
     c.shape.context = 290;
     c.group = 3;
     Batch b;
@@ -249,6 +251,32 @@ TEST_CASE("few queries of a long context split its positions" * doctest::test_su
   }
 }
 
+// Queries are exact in FP16, so that only the order of the sums differs from the reference.
+TEST_CASE("prefill scales its sums down when later positions have much larger scores") {
+  constexpr float kLarge = 32.f;
+  Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
+  c.shape.context = 460;
+  Caches caches(c);
+  for (int head = 0; head < c.shape.kv_heads; ++head) {
+    for (int t = 0; t < c.shape.context; ++t) {
+      float* row = caches.quantized.Decoded(KvSide::kK, head, t);
+      std::for_each(row, row + c.shape.head_dim, [&](float& x) { x *= kLarge; });
+    }
+  }
+  Inputs in = MakeInputs(c);
+  for (float& x : in.q) {
+    x = HalfToFloat(FloatToHalf(x));
+  }
+  Batch b;
+  b.chunks = {{420, 460}};
+  b.key_scale = kLarge;
+  GpuRun run(c, caches, in, b);
+  for (const PrefillProducts products : {PrefillProducts::kMma, PrefillProducts::kWarpGroups}) {
+    b.products = products;
+    CHECK(RelativeError(c, caches, in, b, run.Run(b)) < kMaxHalfError);
+  }
+}
+
 // The softmax scale cancels the global scale of keys; that of values appears in the reference.
 TEST_CASE("prefill handles the largest and smallest scales") {
   constexpr float kLarge = 0x1p62f;
@@ -273,7 +301,10 @@ TEST_CASE("prefill handles the largest and smallest scales") {
       }
       const Inputs in = MakeInputs(c);
       GpuRun run(c, caches, in, b);
-      CHECK(RelativeError(c, caches, in, b, run.Run(b)) < kMaxHalfError);
+      for (const PrefillProducts products : {PrefillProducts::kMma, PrefillProducts::kWarpGroups}) {
+        b.products = products;
+        CHECK(RelativeError(c, caches, in, b, run.Run(b)) < kMaxHalfError);
+      }
     }
   }
 }

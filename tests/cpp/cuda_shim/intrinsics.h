@@ -90,6 +90,31 @@ inline void SyncWarp() {
 }
 inline void SyncBlock() { shim::MeetBlock(); }
 
+// The lanes of a warp call these together.
+inline void SyncSome(int barrier, int num_threads) {
+  SyncWarp();
+  shim::MeetSome(barrier, num_threads);
+}
+inline void ArriveSome(int barrier, int num_threads) {
+  SyncWarp();
+  shim::ArriveSome(barrier, num_threads);
+}
+inline void InitMbarrier(void* barrier, int num_arrivals) {
+  shim::InitMbarrier(barrier, num_arrivals);
+}
+inline void ArriveMbarrier(void* barrier) { shim::ArriveMbarrier(barrier); }
+inline void WaitMbarrier(void* barrier, int parity) { shim::WaitMbarrier(barrier, parity); }
+template <int kCount>
+void AddRegisters() {
+  SyncWarp();
+  shim::SetRegisters(kCount);
+}
+template <int kCount>
+void GiveBackRegisters() {
+  SyncWarp();
+  shim::SetRegisters(kCount);
+}
+
 inline float ShuffleXor(float value, int mask) {
   const uint32_t in[2] = {FloatBits(value), static_cast<uint32_t>(mask)};
   uint32_t out;
@@ -296,28 +321,73 @@ void WaitForProducts() {
 }
 template <int kCount>
 void KeepSums(float (&)[kCount]) {}
-template <int kRows>
-void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], const void* b) {
-  static_assert(kRows == 32 || kRows == 64 || kRows == 128);
-  const auto address = reinterpret_cast<uintptr_t>(b);
-  const uint32_t in[6] = {
-      a[0], a[1], a[2], a[3], static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)};
-  uint32_t out[18];
-  shim::MeetWarp({"wgmma", in, 6, out, 18}, [](shim::LaneWords& words) {
+
+// Start a product whose other members are set. All lanes use the addresses of the first one.
+inline void StartProduct(shim::Product product, const uint32_t* a) {
+  const auto address_of_b = reinterpret_cast<uintptr_t>(product.b);
+  const auto address_of_a = reinterpret_cast<uintptr_t>(product.a);
+  uint32_t in[8] = {0,
+                    0,
+                    0,
+                    0,
+                    static_cast<uint32_t>(address_of_b),
+                    static_cast<uint32_t>(address_of_b >> 32),
+                    static_cast<uint32_t>(address_of_a),
+                    static_cast<uint32_t>(address_of_a >> 32)};
+  if (a != nullptr) {
+    std::copy(a, a + 4, in);
+  }
+  uint32_t out[20];
+  shim::MeetWarp({"wgmma", in, 8, out, 20}, [](shim::LaneWords& words) {
     for (int lane = 0; lane < shim::kWarp; ++lane) {
       for (int pair = 0; pair < 8; ++pair) {  // columns 2 pair and the next, of two rows
         const uint32_t(&from)[shim::kMaxWords] = words.in[lane / 4 * 4 + pair % 4];
         words.out[lane][pair] = from[pair / 4 * 2];
         words.out[lane][8 + pair] = from[pair / 4 * 2 + 1];
       }
-      words.out[lane][16] = words.in[0][4];
-      words.out[lane][17] = words.in[0][5];
+      std::copy(words.in[0] + 4, words.in[0] + 8, words.out[lane] + 16);
     }
   });
-  shim::Product product = {
-      sums, {}, reinterpret_cast<const char*>(uintptr_t{out[17]} << 32 | out[16]), kRows};
+  product.own_factors = a;
+  product.b = reinterpret_cast<const char*>(uintptr_t{out[17]} << 32 | out[16]);
+  product.a = reinterpret_cast<const char*>(uintptr_t{out[19]} << 32 | out[18]);
   std::memcpy(product.factors, out, sizeof(product.factors));
   shim::StartProduct(product);
+}
+template <int kRows>
+void MultiplyGroup(float (&sums)[kRows / 2], const uint32_t (&a)[4], const void* b) {
+  static_assert(kRows == 32 || kRows == 64 || kRows == 128);
+  StartProduct({.sums = sums, .b = static_cast<const char*>(b), .num_columns = kRows}, a);
+}
+struct SharedTile {
+  const void* base;
+  uint32_t offset;
+  const char* begin() const { return static_cast<const char*>(base) + offset; }
+};
+template <bool kBFloat, int kRows, int kRowBytes>
+void MultiplySharedRows(float* sums, const SharedTile& a, const SharedTile& b, bool adds) {
+  static_assert(kRows == 64 || kRows == 128);
+  StartProduct({.sums = sums,
+                .a = a.begin(),
+                .b = b.begin(),
+                .num_columns = kRows,
+                .row_bytes = kRowBytes,
+                .is_bfloat = kBFloat,
+                .adds = adds},
+               nullptr);
+}
+template <bool kBFloat, int kColumns, int kRowBytes>
+void MultiplyColumns(float* sums, const uint32_t (&a)[4], const SharedTile& b, int slab_bytes) {
+  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128);
+  static_assert(kColumns * 2 % kRowBytes == 0);
+  StartProduct({.sums = sums,
+                .b = b.begin(),
+                .num_columns = kColumns,
+                .row_bytes = kRowBytes,
+                .is_transposed = true,
+                .slab_bytes = slab_bytes,
+                .is_bfloat = kBFloat},
+               a);
 }
 
 inline uint32_t TransposeMatrix(uint32_t a) {

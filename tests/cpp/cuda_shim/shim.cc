@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <memory>
 
-#include "turbomind/core/float_convert.h"
+#include "cuda_shim/shim_state.h"
 
 // Save the callee-saved registers on the current stack and restore those of the other stack.
 extern "C" void turbomind_shim_switch(void** from, void* to);
@@ -37,83 +34,13 @@ namespace turbomind::cuda_shim {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr size_t kSharedAlignment = 1024;
-constexpr int kGroupWarps = 4;
-constexpr int kProductRowBytes = 128;
-constexpr int kPoison = 0xff;  // NaN as FP32, FP16 and a scale
+constexpr int kMaxRegisters = 65536;
 
-struct Copy {
-  char* to;
-  const char* from;
-  size_t bytes;
-  size_t valid;
-};
+std::string Text(const Dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
 
-// Sums to which products add: their values, and the number of products that are not waited for.
-struct Sums {
-  std::vector<float> values;
-  int num_products = 0;
-};
-
-struct Thread {
-  Dim3 index;
-  int lane = 0;
-  int warp = 0;
-  bool done = false;
-  void* stack_pointer = nullptr;
-  std::vector<char> stack;
-  uint32_t out[kMaxWords];  // results of the last warp-wide instruction
-  std::vector<Copy> uncommitted;
-  std::deque<std::vector<Copy>> groups;  // oldest first
-  // Products that are not yet waited for, in their order. The first num_performed have happened.
-  std::vector<Product> new_products;
-  std::deque<std::vector<Product>> product_groups;
-  int num_performed = 0;
-  std::map<float*, Sums> sums;
-  int num_products = 0;  // since the start
-  bool registers_fenced = false;
-  uint32_t shared_fences = 0;
-  bool lets_next_begin = false;
-  bool has_waited = false;  // WaitForPrevious
-};
-
-// The last write to a word of shared memory.
-struct Write {
-  int thread = -1;
-  uint32_t fences = 0;  // of the thread before the write
-};
-
-struct Warp {
-  LaneWords words;
-  const char* what = nullptr;
-  std::vector<int> waiting;
-  int alive = 0;
-};
-
-struct Region {
-  size_t bytes;
-  bool writable;
-};
-
-struct State {
-  std::map<const char*, Region> regions;  // by their first byte
-  const std::function<void()>* kernel = nullptr;
-  Dim3 block;
-  std::vector<char> shared;
-  char* shared_begin = nullptr;
-  size_t shared_bytes = 0;
-  bool overlaps = false;
-  std::vector<Write> writes;  // by the word of shared memory
-  std::vector<Thread> threads;
-  std::vector<Warp> warps;
-  std::vector<int> runnable;
-  std::vector<int> at_barrier;
-  int alive = 0;
-  int current = -1;
-  void* main_stack = nullptr;
-  std::mt19937_64 random;
-  std::string error;
-};
+}  // namespace
 
 State& TheState() {
   static State state;
@@ -125,11 +52,19 @@ Thread& Current() {
   return s.threads[static_cast<size_t>(s.current)];
 }
 
-std::string Text(const Dim3& d) {
-  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+void Merge(const Clock& from, Clock* to) {
+  to->resize(std::max(to->size(), from.size()));
+  for (size_t i = 0; i < from.size(); ++i) {
+    (*to)[i] = std::max((*to)[i], from[i]);
+  }
 }
 
-}  // namespace
+void Publish(Clock* clock) {
+  Thread& me = Current();
+  const auto warp = static_cast<size_t>(me.warp);
+  me.known[warp] = TheState().warps[warp].part++;
+  Merge(me.known, clock);
+}
 
 void Fail(const std::string& what) {
   State& s = TheState();
@@ -139,9 +74,6 @@ void Fail(const std::string& what) {
   std::abort();  // a failed launch is never resumed
 }
 
-namespace {
-
-// Switch from the current thread to another runnable one, or back to the launch if there is none.
 void RunAnother() {
   State& s = TheState();
   Thread& me = Current();
@@ -164,6 +96,8 @@ void Wake(std::vector<int>& waiting) {
   waiting.clear();
 }
 
+namespace {
+
 void EndThread() {
   State& s = TheState();
   Thread& me = Current();
@@ -185,6 +119,7 @@ void EndThread() {
   }
   if (s.alive > 0 && static_cast<int>(s.at_barrier.size()) == s.alive) {
     Wake(s.at_barrier);
+    ++s.num_meetings;
   }
   RunAnother();
   std::abort();
@@ -216,6 +151,10 @@ void StartBlock(const LaunchShape& shape) {
   s.warps.assign((count + kWarp - 1) / kWarp, Warp());
   s.runnable.clear();
   s.at_barrier.clear();
+  s.num_meetings = 0;
+  s.block_clock.clear();
+  std::fill(std::begin(s.named), std::end(s.named), NamedBarrier());
+  s.mbarriers.clear();
   s.alive = static_cast<int>(count);
   for (size_t i = 0; i < count; ++i) {
     Thread& thread = s.threads[i];
@@ -225,6 +164,7 @@ void StartBlock(const LaunchShape& shape) {
     thread.lane = static_cast<int>(i % kWarp);
     thread.warp = static_cast<int>(i / kWarp);
     thread.done = false;
+    thread.known.assign(s.warps.size(), 0);
     thread.uncommitted.clear();
     thread.groups.clear();
     thread.new_products.clear();
@@ -233,11 +173,38 @@ void StartBlock(const LaunchShape& shape) {
     thread.sums.clear();
     thread.num_products = 0;
     thread.registers_fenced = false;
+    thread.num_registers = 0;
     thread.lets_next_begin = false;
     thread.has_waited = false;
     ++s.warps[i / kWarp].alive;
     Prepare(thread);
     s.runnable.push_back(static_cast<int>(i));
+  }
+}
+
+// Check what the threads of an ended block have done in common.
+void CheckGroups() {
+  State& s = TheState();
+  const auto fail = [&](const char* what) { s.error = "block " + Text(s.block) + ": " + what; };
+  int num_registers = 0;
+  for (const Thread& thread : s.threads) {
+    const Thread& first =
+        s.threads[static_cast<size_t>(thread.warp / kGroupWarps * kGroupWarps) * kWarp];
+    if (thread.num_products != first.num_products) {
+      fail("the warps of a group have different products");
+    }
+    if (thread.num_registers != first.num_registers) {
+      fail("the warps of a group have different numbers of registers");
+    }
+    num_registers += thread.num_registers;
+  }
+  if (num_registers > kMaxRegisters) {
+    fail("threads have more registers than an SM");
+  }
+  for (const NamedBarrier& barrier : s.named) {
+    if (barrier.num_arrived > 0) {
+      fail("nobody waits for arrivals at a barrier");
+    }
   }
 }
 
@@ -253,83 +220,9 @@ void RunBlock(const LaunchShape& shape) {
     s.error = "block " + Text(s.block) + " hangs: " + std::to_string(s.alive) + " threads wait, " +
               std::to_string(s.at_barrier.size()) + " of them at a barrier";
   }
-  for (const Thread& thread : s.threads) {
-    const Thread& first =
-        s.threads[static_cast<size_t>(thread.warp / kGroupWarps * kGroupWarps) * kWarp];
-    if (s.error.empty() && thread.num_products != first.num_products) {
-      s.error = "block " + Text(s.block) + ": the warps of a group have different products";
-    }
+  if (s.error.empty()) {
+    CheckGroups();
   }
-}
-
-bool AreUntouched(const float* sums, size_t count) {
-  return std::all_of(sums, sums + count, [](float sum) { return FloatBits(sum) == ~0u; });
-}
-
-float BFloatAt(uint32_t pair, int which) {
-  return BitsFloat(which == 0 ? pair << 16 : pair & 0xffff0000u);
-}
-
-// Return the tile of a product, and the number of the first of its pieces of 16 bytes.
-const char* TileOf(const Product& product, int* piece) {
-  const auto offset = reinterpret_cast<uintptr_t>(product.b) % kProductRowBytes;
-  *piece = static_cast<int>(offset / 16);
-  return product.b - offset;
-}
-
-void CheckRows(const Product& product) {
-  const State& s = TheState();
-  int piece = 0;
-  const char* tile = TileOf(product, &piece);
-  const auto bytes = static_cast<size_t>(product.num_rows) * kProductRowBytes;
-  CheckAccess(Space::kShared, tile, bytes, kSharedAlignment);
-  CheckAccess(Space::kShared, product.b, 32, 32);
-  const auto first = static_cast<size_t>(tile - s.shared_begin) / 4;
-  for (size_t word = first; word < first + bytes / 4; ++word) {
-    const Write& write = s.writes[word];
-    if (write.thread >= 0 &&
-        write.fences == s.threads[static_cast<size_t>(write.thread)].shared_fences) {
-      Fail("a product reads shared memory that was written without a fence after it");
-    }
-  }
-}
-
-// Rows of b are the columns of the sums: lane 4 g + t has the columns 8 n + 2 t and the next one.
-void Perform(Thread& thread, const Product& product) {
-  std::vector<float>& sums = thread.sums[product.sums].values;
-  int first = 0;
-  const char* tile = TileOf(product, &first);
-  for (int row = thread.lane % 4 * 2; row < product.num_rows; row += row % 2 == 0 ? 1 : 7) {
-    uint32_t b[8];
-    for (int half = 0; half < 2; ++half) {
-      const int piece = (first + half) ^ row % 8;
-      std::memcpy(b + 4 * half, tile + row * kProductRowBytes + piece * 16, 16);
-    }
-    for (int half = 0; half < 2; ++half) {
-      float& sum = sums[static_cast<size_t>(row / 8 * 4 + half * 2 + row % 2)];
-      for (int k = 0; k < 16; ++k) {
-        sum += BFloatAt(product.factors[half][k / 2], k % 2) * BFloatAt(b[k / 2], k % 2);
-      }
-    }
-  }
-}
-
-// Perform the thread's first `count` products, unless they have happened.
-void PerformProducts(Thread& thread, int count) {
-  int index = 0;
-  const auto perform = [&](const std::vector<Product>& products) {
-    for (const Product& product : products) {
-      if (index >= thread.num_performed && index < count) {
-        Perform(thread, product);
-      }
-      ++index;
-    }
-  };
-  for (const std::vector<Product>& group : thread.product_groups) {
-    perform(group);
-  }
-  perform(thread.new_products);
-  thread.num_performed = std::max(thread.num_performed, count);
 }
 
 void Perform(const Copy& copy) {
@@ -403,6 +296,22 @@ void CheckAccess(Space space, const void* address, size_t bytes, size_t alignmen
   }
 }
 
+namespace {
+
+// Let the lanes of a warp, which are those waiting and the current one, know the same.
+void ShareClocks(const std::vector<int>& waiting) {
+  State& s = TheState();
+  Clock& known = Current().known;
+  for (int lane : waiting) {
+    Merge(s.threads[static_cast<size_t>(lane)].known, &known);
+  }
+  for (int lane : waiting) {
+    s.threads[static_cast<size_t>(lane)].known = known;
+  }
+}
+
+}  // namespace
+
 void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
   State& s = TheState();
   Thread& me = Current();
@@ -423,6 +332,9 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
     RunAnother();
   } else {
     run(warp.words);
+    if (std::strcmp(meeting.what, "syncwarp") == 0) {
+      ShareClocks(warp.waiting);
+    }
     for (int lane : warp.waiting) {
       Thread& other = s.threads[static_cast<size_t>(lane)];
       std::memcpy(other.out, warp.words.out[other.lane], sizeof(other.out));
@@ -440,78 +352,30 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
 
 void MeetBlock() {
   State& s = TheState();
+  Publish(&s.block_clock);
   s.at_barrier.push_back(s.current);
   if (static_cast<int>(s.at_barrier.size()) == s.alive) {
     Wake(s.at_barrier);
+    ++s.num_meetings;
   }
   RunAnother();
+  Merge(s.block_clock, &Current().known);
 }
 
 void NoteWrite(const void* shared, size_t bytes) {
   State& s = TheState();
   const auto first = static_cast<size_t>(static_cast<const char*>(shared) - s.shared_begin);
   for (size_t word = first / 4; word < (first + bytes + 3) / 4; ++word) {
-    s.writes[word] = {s.current, Current().shared_fences};
-  }
-}
-
-void StartProduct(const Product& product) {
-  Thread& me = Current();
-  if (!me.registers_fenced) {
-    Fail("a product starts without a fence of the registers since the last group");
-  }
-  CheckRows(product);
-  const auto count = static_cast<size_t>(product.num_rows) / 2;
-  Sums& sums = me.sums[product.sums];
-  if (sums.num_products++ == 0) {
-    sums.values.assign(product.sums, product.sums + count);
-  } else if (!AreUntouched(product.sums, count)) {
-    Fail("sums were changed before their products were waited for");
-  }
-  std::memset(product.sums, kPoison, count * sizeof(float));
-  me.new_products.push_back(product);
-  ++me.num_products;
-  if (TheState().random() % 2 == 0) {
-    int pending = static_cast<int>(me.new_products.size());
-    for (const auto& group : me.product_groups) {
-      pending += static_cast<int>(group.size());
+    if (s.writes[word].is_barrier) {
+      Fail("a write to an mbarrier");
     }
-    PerformProducts(me, pending);
-  }
-}
-
-void CommitProducts() {
-  Thread& me = Current();
-  me.product_groups.push_back(me.new_products);
-  me.new_products.clear();
-  me.registers_fenced = false;
-}
-
-void WaitForProducts(int newest) {
-  Thread& me = Current();
-  while (static_cast<int>(me.product_groups.size()) > newest) {
-    const auto size = static_cast<int>(me.product_groups.front().size());
-    PerformProducts(me, size);
-    for (const Product& product : me.product_groups.front()) {
-      Sums& sums = me.sums[product.sums];
-      if (--sums.num_products == 0) {
-        if (!AreUntouched(product.sums, sums.values.size())) {
-          Fail("sums were changed before their products were waited for");
-        }
-        std::copy(sums.values.begin(), sums.values.end(), product.sums);
-        me.sums.erase(product.sums);
-      }
-    }
-    me.product_groups.pop_front();
-    me.num_performed -= size;
+    s.writes[word] = {s.current, Current().shared_fences,
+                      s.warps[static_cast<size_t>(Current().warp)].part};
   }
 }
 
 void LetNextBegin() { Current().lets_next_begin = true; }
 void WaitForPrevious() { Current().has_waited = true; }
-
-void FenceShared() { ++Current().shared_fences; }
-void FenceRegisters() { Current().registers_fenced = true; }
 
 void CopyAsync(void* shared, const void* global, int bytes, int valid) {
   if (valid < 0 || valid > bytes) {

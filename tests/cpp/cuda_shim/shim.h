@@ -7,10 +7,12 @@
 // shared memory that is read before it was written or before its copy was waited for. It also
 // detects a copy into a stage that other threads still read, warps whose lanes do not meet, and
 // barriers that some threads never reach. Of the products of warp groups it detects sums that are
-// used before they were waited for, missing fences, and warps of a group that differ in their
-// products. Of overlapping launches it detects a use of global memory before WaitForPrevious. It
-// cannot detect missing fences of global memory, races inside one word, the rounding
-// of the tensor cores, or speed.
+// used before they were waited for, factors that change before that, missing fences, rows that
+// another warp wrote without a barrier after it, and warps of a group that differ in their
+// products. Of barriers that only some threads meet at it detects counts that differ, arrivals that
+// nobody waits for, and a use before all threads know the barrier. Of overlapping launches it
+// detects a use of global memory before WaitForPrevious. It cannot detect missing fences of global
+// memory, races inside one word, the rounding of the tensor cores, or speed.
 //
 // A kernel runs as it is compiled for a GPU; only backend/cuda/runtime/intrinsics.cuh is replaced.
 // x86-64 only; one launch at a time.
@@ -64,7 +66,7 @@ void Launch(const LaunchShape& shape, const std::function<void()>& kernel);
 // Building blocks of the stand-ins for intrinsics, called from inside a kernel.
 
 inline constexpr int kWarp = 32;
-inline constexpr int kMaxWords = 18;
+inline constexpr int kMaxWords = 20;
 
 struct LaneWords {
   uint32_t in[kWarp][kMaxWords];
@@ -95,6 +97,18 @@ struct Meeting {
 void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&));
 void MeetBlock();
 
+// bar.sync and bar.arrive: `num_threads` threads meet at a barrier of a number from 1 to 15.
+void MeetSome(int barrier, int num_threads);
+void ArriveSome(int barrier, int num_threads);
+
+// mbarrier: 8 bytes of shared memory. Its phase ends with the last of `num_arrivals` arrivals, and
+// then the next one begins. The wait is for the end of a phase of this parity.
+void InitMbarrier(void* barrier, int num_arrivals);
+void ArriveMbarrier(void* barrier);
+void WaitMbarrier(void* barrier, int parity);
+
+void SetRegisters(int count);  // setmaxnreg
+
 // Note a write to shared memory, which products do not see before the thread's FenceShared.
 void NoteWrite(const void* shared, size_t bytes);
 
@@ -109,14 +123,26 @@ void CopyAsync(void* shared, const void* global, int bytes, int valid);
 void CommitCopies();
 void WaitForCopies(int newest);
 
-// wgmma: a lane's part of a product. `factors` are the lane's two rows of a, 16 columns of BF16
-// each. `b` points at 16 columns of rows of 128 swizzled bytes in shared memory. The product
-// happens at some time before the wait; until then `sums` must not be used.
+// wgmma: a lane's part of a product with 16 columns of a. Tiles in shared memory have rows of
+// `row_bytes` swizzled bytes. The product happens at some time before the wait; until then `sums`
+// and the lane's own `factors` must not be used.
 struct Product {
   float* sums;
-  uint32_t factors[2][8];
+  // The lane's two rows of a, in registers, if `a` is null. Otherwise `a` points at 16 columns of
+  // 64 rows.
+  uint32_t factors[2][8] = {};
+  const uint32_t* own_factors = nullptr;  // [4]
+  const char* a = nullptr;
+  // Points at 16 columns of `num_columns` rows, which are the columns of the sums. If it is
+  // transposed, it points at 16 rows of row_bytes / 2 columns, and the next columns lie slab_bytes
+  // behind them.
   const char* b;
-  int num_rows;
+  int num_columns;
+  int row_bytes = 128;
+  bool is_transposed = false;
+  int slab_bytes = 0;
+  bool is_bfloat = true;
+  bool adds = true;  // otherwise it overwrites the sums
 };
 void StartProduct(const Product& product);
 void CommitProducts();

@@ -15,6 +15,7 @@
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 #include "turbomind/backend/cuda/linear/linear_tuning.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
+#include "turbomind/backend/cuda/prefill/prefill_tuning.h"
 #include "turbomind/backend/cuda/recurrent/recurrent_ops.h"
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/backend/cuda/runtime/event_timer.h"
@@ -256,12 +257,14 @@ class CudaDevice final : public Device {
   }
   void PrefillAttention(const AttentionParams& params) override {
     const BatchView& batch = params.batch;
-    CudaPrefillAttention(context_, WithBatch(params), batch, {batch.num_decode, batch.num_seqs});
+    CudaPrefillAttention(context_, prefill_choices_, WithBatch(params), batch,
+                         {batch.num_decode, batch.num_seqs});
   }
   void DecodeAttention(const AttentionParams& params) override {
     if (context_.deterministic) {  // the same bits as prefill, which may read these tokens again
       const BatchView& batch = params.batch;
-      CudaPrefillAttention(context_, WithBatch(params), batch, {0, batch.num_decode});
+      CudaPrefillAttention(context_, prefill_choices_, WithBatch(params), batch,
+                           {0, batch.num_decode});
       return;
     }
     CudaDecodeAttention(context_, planner_, WithBatch(params));
@@ -331,6 +334,7 @@ class CudaDevice final : public Device {
   const std::string kernels_;
   std::string gemm_backend_;
   CudaLinear linear_;
+  PrefillChoices prefill_choices_;
   int64_t num_released_ = 0;  // recorded graphs may hold released addresses
   PinnedBuffer read_back_;
 };
@@ -350,6 +354,11 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
   };
   const double begin = seconds();
   TuningResult result = TuneLinear(context_, linear_, params, {time, seconds});
+  const auto time_prefill = [&](const PrefillQuestion&, PrefillProducts, FunctionRef<void()> work) {
+    return timer.Time(work);
+  };
+  const double deadline = begin + params.max_seconds;
+  TunePrefill(context_, prefill_choices_, params, {time_prefill, seconds, deadline}, &result);
   if (!params.layers.empty()) {
     TuneOverlap(
         context_, params.saved,
@@ -358,8 +367,7 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
   const auto time_decode = [&](const std::string&, const std::string&, FunctionRef<void()> work) {
     return timer.Time(work);
   };
-  TuneDecode(context_, planner_, params, {time_decode, seconds, begin + params.max_seconds},
-             &result);
+  TuneDecode(context_, planner_, params, {time_decode, seconds, deadline}, &result);
   const std::string library = std::to_string(linear_.library_version());
   result.machine = properties_.name + ", SM " + std::to_string(properties_.sm) + ", driver " +
                    properties_.driver + ", cuBLASLt " + library + ", kernels " + kernels_;

@@ -1,12 +1,9 @@
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "turbomind/backend/cuda/kv/kv_ops.h"
-#include "turbomind/backend/cuda/prefill/prefill_attention.cuh"
-#include "turbomind/backend/cuda/prefill/prefill_combine.cuh"
+#include "turbomind/backend/cuda/prefill/prefill_launch.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
-#include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
@@ -137,6 +134,7 @@ Scratch LayOut(const Group& group, const AttentionParams& p) {
 // One launch, for a part of the heads.
 struct Pass {
   const Context& context;
+  const PrefillChoices& choices;
   const AttentionParams& params;
   const Group& group;
   std::byte* scratch;
@@ -209,69 +207,6 @@ PrefillParams ParamsOf(const Pass& pass) {
   return out;
 }
 
-// Assign tiles to the sequences and return the number of tiles.
-int SetTiles(int tile_rows, PrefillParams* params) {
-  int64_t tiles = 0;
-  for (int i = 0; i < params->num_sequences; ++i) {
-    PrefillSequence& sequence = params->sequences[i];
-    sequence.first_tile = static_cast<int>(tiles);
-    tiles += CeilDiv(int64_t{sequence.num_tokens} * params->group, tile_rows);
-  }
-  params->num_tiles = static_cast<int>(tiles);
-  return params->num_tiles;
-}
-
-template <class C>
-void LaunchTiles(const Pass& pass, PrefillParams params) {
-  const LaunchShape shape = {.grid_x = SetTiles(C::kRows, &params),
-                             .grid_y = int64_t{pass.num_heads} * params.num_splits,
-                             .threads = kPrefillThreads,
-                             .shared_bytes = C::kSharedBytes};
-  Launch(PrefillKernel<C>, shape, pass.context.stream, params);
-}
-
-// Larger tiles read less. Smaller tiles spread a short chunk over more of the GPU.
-template <DataType T, int D>
-void LaunchHeadDim(const Pass& pass, PrefillParams params) {
-  using Small = PrefillConfig<T, D, 1>;
-  if constexpr (D <= 128) {
-    using Large = PrefillConfig<T, D, 2>;
-    const GpuProperties& gpu = pass.context.gpu;
-    const int64_t blocks = int64_t{SetTiles(Large::kRows, &params)} * pass.num_heads;
-    if (params.num_splits == 1 && blocks >= kPrefillBlocks * gpu.num_sms &&
-        size_t{Large::kSharedBytes} <= gpu.shared_bytes_per_block) {
-      LaunchTiles<Large>(pass, params);
-      return;
-    }
-  }
-  LaunchTiles<Small>(pass, params);
-  if (params.num_splits > 1) {
-    Launch(PrefillCombineKernel<D>,
-           {.grid_x = CeilDiv(params.num_rows, kPrefillCombineWarps),
-            .threads = 32 * kPrefillCombineWarps},
-           pass.context.stream, params);
-  }
-}
-
-template <DataType T>
-void LaunchType(const Pass& pass, const PrefillParams& params) {
-  switch (pass.params.kv.head_dim) {
-    case 64:
-      return LaunchHeadDim<T, 64>(pass, params);
-    case 80:
-      return LaunchHeadDim<T, 80>(pass, params);
-    case 96:
-      return LaunchHeadDim<T, 96>(pass, params);
-    case 128:
-      return LaunchHeadDim<T, 128>(pass, params);
-    case 256:
-      return LaunchHeadDim<T, 256>(pass, params);
-    default:
-      throw InternalError("prefill attention has no kernel for head_dim " +
-                          std::to_string(pass.params.kv.head_dim));
-  }
-}
-
 void RunPass(const Pass& pass) {
   const Scratch at = LayOut(pass.group, pass.params);
   PrefillParams params = ParamsOf(pass);
@@ -279,18 +214,16 @@ void RunPass(const Pass& pass) {
   params.views[1] = Flatten(pass, at, 1);
   params.partial_o = reinterpret_cast<float*>(pass.scratch + at.partial_o);
   params.partial_ml = reinterpret_cast<float*>(pass.scratch + at.partial_ml);
-  if (pass.bfloat()) {
-    LaunchType<DataType::kBFloat16>(pass, params);
-  } else {
-    LaunchType<DataType::kFloat16>(pass, params);
-  }
+  LaunchPrefill(pass.context, pass.choices,
+                pass.bfloat() ? DataType::kBFloat16 : DataType::kFloat16, pass.params.kv.head_dim,
+                params);
 }
 
 }  // namespace
 
-void CudaPrefillAttention(const Context& context, const AttentionParams& params,
-                          const BatchView& host, const SequenceRange& sequences,
-                          int64_t scratch_bytes) {
+void CudaPrefillAttention(const Context& context, const PrefillChoices& choices,
+                          const AttentionParams& params, const BatchView& host,
+                          const SequenceRange& sequences, int64_t scratch_bytes) {
   const int kv_heads = params.kv.kv_heads;
   std::vector<Group> groups = MakeGroups(params, host, sequences, scratch_bytes);
   int64_t num_bytes = 0;
@@ -306,7 +239,7 @@ void CudaPrefillAttention(const Context& context, const AttentionParams& params,
   for (const Group& group : groups) {
     for (int head = 0; head < kv_heads; head += group.heads_at_once) {
       const int num_heads = std::min(group.heads_at_once, kv_heads - head);
-      RunPass({context, params, group, scratch, head, num_heads});
+      RunPass({context, choices, params, group, scratch, head, num_heads});
     }
   }
 }

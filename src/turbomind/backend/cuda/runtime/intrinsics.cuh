@@ -125,6 +125,41 @@ TM_DEVICE void WaitForCopies() {
 
 TM_DEVICE void SyncWarp() { __syncwarp(); }
 TM_DEVICE void SyncBlock() { __syncthreads(); }
+// Wait until `num_threads` threads, whole warps, have called SyncSome or ArriveSome with this
+// barrier, a number from 1 to 15. ArriveSome does not wait.
+TM_DEVICE void SyncSome(int barrier, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+TM_DEVICE void ArriveSome(int barrier, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// A barrier of 8 bytes in shared memory (mbarrier). It has phases: 0, 1, 0, 1, ... A phase ends
+// with the last of `num_arrivals` arrivals. What threads did before they arrived is visible to
+// those that have waited for the end of the phase. All threads need a SyncBlock after the
+// initialization.
+TM_DEVICE void InitMbarrier(void* barrier, int num_arrivals) {
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(num_arrivals) : "memory");
+}
+TM_DEVICE void ArriveMbarrier(void* barrier) {
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(at) : "memory");
+}
+// Wait for the end of a phase. The one before the first counts as a phase 1 that has ended.
+// REQUIRES: compute capability 9.0.
+TM_DEVICE void WaitMbarrier(void* barrier, int phase) {
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  uint32_t has_ended;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(has_ended)
+        : "r"(at), "r"(phase)
+        : "memory");
+  } while (has_ended == 0);
+}
+
 TM_DEVICE float ShuffleXor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 // Return the value of lane `lane`.
 template <class T>

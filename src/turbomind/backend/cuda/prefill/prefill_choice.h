@@ -1,0 +1,51 @@
+#pragma once
+
+// ⑦ Which kernel of prefill attention a device uses. The table's choice is always kMma: products of
+// warp groups come into use only where a tuner has timed them (prefill_tuning.h).
+
+#include <compare>
+#include <map>
+#include <string>
+
+#include "turbomind/core/dtype.h"
+
+namespace turbomind::cuda {
+
+enum class PrefillProducts {
+  kMma,         // prefill_attention.cuh
+  kWarpGroups,  // prefill_wide.cuh
+};
+
+inline const char* NameOf(PrefillProducts products) {
+  return products == PrefillProducts::kMma ? "mma" : "wgmma";
+}
+
+// Launches that share a choice.
+struct PrefillQuestion {
+  DataType type = DataType::kFloat16;  // of the operands: kFloat16 or kBFloat16
+  int head_dim = 0;
+  bool fills_gpu = false;  // there is a block of kWarpGroups for every SM
+
+  friend auto operator<=>(const PrefillQuestion&, const PrefillQuestion&) = default;
+
+  std::string name() const {
+    return "prefill attention, " + std::string(type == DataType::kBFloat16 ? "bf16" : "fp16") +
+           ", head_dim " + std::to_string(head_dim) + (fills_gpu ? ", many rows" : ", few rows");
+  }
+};
+
+class PrefillChoices {
+ public:
+  PrefillProducts Get(const PrefillQuestion& question) const {
+    const auto found = chosen_.find(question);
+    return found == chosen_.end() ? PrefillProducts::kMma : found->second;
+  }
+  void Set(const PrefillQuestion& question, PrefillProducts products) {
+    chosen_[question] = products;
+  }
+
+ private:
+  std::map<PrefillQuestion, PrefillProducts> chosen_;
+};
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,219 @@
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cuda/prefill/prefill_launch.h"
+#include "turbomind/backend/cuda/prefill/prefill_tuning.h"
+#include "turbomind/backend/cuda/tuner/tuner.h"
+#include "turbomind/core/check.h"
+#include "turbomind/core/float_convert.h"
+
+namespace turbomind::cuda {
+namespace {
+
+// A chunk continues a context. Both grow with the GPU, so that it is as busy as with a long prompt.
+constexpr int kKvHeads = 2;
+constexpr int kGroup = 4;
+constexpr int kTokensPerSm = 64;  // 4 blocks of 128 rows
+constexpr int kFewTokensPerSm = 8;
+constexpr int kContextPerSm = 64;
+constexpr int kOffset = 13;  // so that tiles do not begin where the chunk begins
+
+// Scores have a deviation of about 2.7. A few positions then have most of the weight, so that one
+// that is wrongly seen or hidden shows.
+constexpr float kScoreScale = 8.f;
+// A row's difference relative to its norm. Rounding the weights to BF16 takes 4e-3.
+constexpr double kMaxDifference = 0.05;
+
+// Odd, so that no two rows have the same values.
+constexpr int64_t kPatternValues = (int64_t{1} << 16) - 5;
+
+// GPU memory that a pattern of random values in [-1, 1] fills.
+template <class T>
+class RandomArray {
+ public:
+  template <class Convert>
+  RandomArray(const Context& ctx, int64_t count, uint32_t seed, Convert convert)
+      : array_(ctx.stream) {
+    std::mt19937 random(seed);
+    std::uniform_real_distribution<float> uniform(-1.f, 1.f);
+    std::vector<T> pattern(static_cast<size_t>(std::min(count, kPatternValues)));
+    std::generate(pattern.begin(), pattern.end(), [&] { return convert(uniform(random)); });
+    data_ = static_cast<T*>(array_.Get(static_cast<size_t>(count) * sizeof(T)));
+    for (int64_t at = 0; at < count; at += kPatternValues) {
+      const int64_t values = std::min(count - at, kPatternValues);
+      CopyBytes(data_ + at, pattern.data(), static_cast<size_t>(values) * sizeof(T), ctx.stream);
+    }
+    Synchronize(ctx.stream);  // before `pattern` is destroyed
+  }
+  T* data() { return data_; }
+
+ private:
+  Workspace array_;
+  T* data_ = nullptr;
+};
+
+// The launch of a question.
+class Trial {
+ public:
+  Trial(const Context& ctx, const PrefillQuestion& question)
+      : ctx_(ctx),
+        question_(question),
+        num_tokens_(ctx.gpu.num_sms * (question.fills_gpu ? kTokensPerSm : kFewTokensPerSm)),
+        q_(ctx, num_values(), 1, [](float x) { return x; }),
+        k_(ctx, num_cached(), 2, [&](float x) { return Round(x); }),
+        v_(ctx, num_cached(), 3, [&](float x) { return Round(x); }),
+        out_(ctx.stream) {
+    params_.q = q_.data();
+    params_.q_stride = int64_t{kKvHeads} * kGroup * question.head_dim;
+    params_.out = static_cast<float*>(out_.Get(static_cast<size_t>(num_values()) * sizeof(float)));
+    params_.views[0] = {k_.data(), v_.data(), num_positions()};
+    params_.q_heads = kKvHeads * kGroup;
+    params_.group = kGroup;
+    params_.num_heads = kKvHeads;
+    params_.softmax_scale = kScoreScale / std::sqrt(static_cast<float>(question.head_dim));
+    params_.num_sequences = 1;
+    params_.sequences[0].num_tokens = num_tokens_;
+    params_.sequences[0].position = num_positions() - num_tokens_;
+    params_.sequences[0].ranges[0] = {0, num_positions(), 0};
+  }
+
+  // Return whether the question is about this launch. A small GPU has no launch with few rows.
+  bool IsOf() const {
+    const PrefillUse use = FindPrefillUse(ctx_, question_.type, question_.head_dim, params_);
+    return use.has_choice && use.question == question_;
+  }
+  void Run(PrefillProducts products) {
+    PrefillChoices choices;
+    choices.Set(question_, products);
+    LaunchPrefill(ctx_, choices, question_.type, question_.head_dim, params_);
+  }
+  // Return the results of a second launch. It shows what the first one leaves behind.
+  std::vector<float> Results(PrefillProducts products) {
+    std::vector<float> values(static_cast<size_t>(num_values()), NAN);
+    Run(products);
+    CopyBytes(params_.out, values.data(), values.size() * sizeof(float), ctx_.stream);
+    Run(products);
+    CopyBytes(values.data(), params_.out, values.size() * sizeof(float), ctx_.stream);
+    Synchronize(ctx_.stream);
+    return values;
+  }
+
+ private:
+  uint16_t Round(float x) const {
+    return question_.type == DataType::kBFloat16 ? FloatToBFloat16(x) : FloatToHalf(x);
+  }
+  int num_positions() const { return ctx_.gpu.num_sms * kContextPerSm + kOffset + num_tokens_; }
+  int64_t num_values() const {
+    return int64_t{num_tokens_} * kKvHeads * kGroup * question_.head_dim;
+  }
+  int64_t num_cached() const { return int64_t{num_positions()} * kKvHeads * question_.head_dim; }
+
+  const Context& ctx_;
+  const PrefillQuestion question_;
+  const int num_tokens_;
+  RandomArray<float> q_;
+  RandomArray<uint16_t> k_;
+  RandomArray<uint16_t> v_;
+  Workspace out_;
+  PrefillParams params_;
+};
+
+// Return whether every row of head_dim values is close.
+bool AreClose(const std::vector<float>& got, const std::vector<float>& want, int head_dim) {
+  for (size_t row = 0; row < want.size(); row += static_cast<size_t>(head_dim)) {
+    double difference = 0;
+    double norm = 0;
+    for (size_t i = row; i < row + static_cast<size_t>(head_dim); ++i) {
+      const double distance = double{got[i]} - want[i];
+      difference += distance * distance;
+      norm += double{want[i]} * want[i];
+    }
+    if (!(difference <= kMaxDifference * kMaxDifference * norm)) {  // also for NaN
+      return false;
+    }
+  }
+  return true;
+}
+
+std::optional<TunedChoice> FindSaved(const std::vector<TunedChoice>& saved,
+                                     const PrefillQuestion& question) {
+  const std::string mma = NameOf(PrefillProducts::kMma);
+  const auto found = std::ranges::find(saved, question.name(), &TunedChoice::question);
+  const bool is_known =
+      found != saved.end() && found->table_kernel == mma &&
+      (found->kernel == mma || found->kernel == NameOf(PrefillProducts::kWarpGroups));
+  return is_known ? std::optional(*found) : std::nullopt;
+}
+
+// Return nothing if there is no such launch, or if the results are wrong.
+std::optional<TunedChoice> Choose(const Context& ctx, const PrefillQuestion& question,
+                                  const PrefillClock& clock, TuningResult* result) {
+  Trial trial(ctx, question);
+  if (!trial.IsOf()) {
+    return std::nullopt;
+  }
+  if (!AreClose(trial.Results(PrefillProducts::kWarpGroups), trial.Results(PrefillProducts::kMma),
+                question.head_dim)) {
+    result->wrong.push_back(NameOf(PrefillProducts::kWarpGroups) + (" for " + question.name()));
+    return std::nullopt;
+  }
+  const auto us = [&](size_t, int kernel) -> std::optional<double> {
+    const auto products = static_cast<PrefillProducts>(kernel);
+    trial.Run(products);  // while it runs, the host queues the launch that is timed
+    return clock.time(question, products, [&] { trial.Run(products); });
+  };
+  const auto no_clock = [] { return 0.; };
+  constexpr int kTable = static_cast<int>(PrefillProducts::kMma);
+  constexpr int kOther = static_cast<int>(PrefillProducts::kWarpGroups);
+  const TunerAnswer answer = *ChooseByTime({{kTable, kOther}}, {us, no_clock}, 1)[0];
+  return TunedChoice{question.name(), NameOf(static_cast<PrefillProducts>(answer.kernel)),
+                     NameOf(PrefillProducts::kMma), answer.us, answer.table_us};
+}
+
+}  // namespace
+
+void TunePrefill(const Context& ctx, PrefillChoices& choices, const TuningParams& params,
+                 const PrefillClock& clock, TuningResult* result) {
+  Check(!ctx.deterministic, "a deterministic device must not be tuned");
+  if (!ctx.has_warp_groups) {
+    return;
+  }
+  std::set<PrefillQuestion> questions;
+  for (const AttentionToTune& attention : params.attention) {
+    const int head_dim = attention.layers.layout.config().head_dim;
+    if (attention.layers.layout.config().rotary_dim > 0) {
+      continue;  // latents have a kernel of their own
+    }
+    for (const DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
+      questions.insert({type, head_dim, false});
+      questions.insert({type, head_dim, true});
+    }
+  }
+  for (const PrefillQuestion& question : questions) {
+    std::optional<TunedChoice> choice = FindSaved(params.saved, question);
+    if (!choice.has_value() && clock.seconds() >= clock.deadline) {
+      ++result->num_left;
+      continue;
+    }
+    if (!choice.has_value()) {
+      try {
+        choice = Choose(ctx, question, clock, result);
+      } catch (const OutOfMemory&) {
+        ++result->num_left;
+      }
+      result->num_measured += choice.has_value() ? 1 : 0;
+    }
+    if (choice.has_value()) {
+      const bool is_mma = choice->kernel == NameOf(PrefillProducts::kMma);
+      choices.Set(question, is_mma ? PrefillProducts::kMma : PrefillProducts::kWarpGroups);
+      result->choices.push_back(*choice);
+    }
+  }
+}
+
+}  // namespace turbomind::cuda
