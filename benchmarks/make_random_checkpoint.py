@@ -227,7 +227,9 @@ def add_mixer_keys(writer: Any, config: DecoderConfig) -> None:
     writer.add_ssm_time_step_rank(recurrent.num_value_heads)
     writer.add_ssm_inner_size(recurrent.value_size)
     if recurrent.rule == "gated_delta":
-        writer.add_rope_dimension_sections([config.rope.dim // 2, 0, 0, 0])
+        # Text has one position for all three, and llama.cpp does not rotate pairs beyond them.
+        pairs = config.rope.dim // 2
+        writer.add_rope_dimension_sections([-(-pairs // 3), -(-(pairs - 1) // 3), pairs // 3, 0])
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", list(recurrent.layers))
 
 

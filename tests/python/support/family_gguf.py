@@ -36,6 +36,7 @@ _RECURRENT = {
     "ssm.state_size": 32,
     "ssm.time_step_rank": 4,
 }
+_SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
 _MAMBA2 = {
     "ssm.conv_kernel": 4,
     "ssm.group_count": 2,
@@ -319,11 +320,17 @@ GGUF_MODELS: tuple[GgufModel, ...] = (
         {**_GRANITE, **_EXPERT_KEYS, "expert_shared_feed_forward_length": 96},
         permuted=True,
     ),
-    GgufModel(_FAMILIES["qwen3-5"], "qwen35", _RECURRENT, norm_offset=1.0),
+    GgufModel(_FAMILIES["qwen3-5"], "qwen35", {**_RECURRENT, **_SECTIONS}, norm_offset=1.0),
     GgufModel(
         _FAMILIES["qwen3-5-moe"],
         "qwen35moe",
-        {**_RECURRENT, **_SHARED_EXPERT, "ssm.time_step_rank": 6, "ssm.inner_size": 384},
+        {
+            **_RECURRENT,
+            **_SECTIONS,
+            **_SHARED_EXPERT,
+            "ssm.time_step_rank": 6,
+            "ssm.inner_size": 384,
+        },
         norm_offset=1.0,
     ),
     GgufModel(
@@ -332,7 +339,7 @@ GGUF_MODELS: tuple[GgufModel, ...] = (
         {
             **_RECURRENT,
             **_SHARED_EXPERT,
-            "attention.recurrent_layers": [False, True] * 2,
+            "attention.recurrent_layers": [False, True, False, True, False],
             "ssm.conv_kernel": 3,
             "ssm.inner_size": 192,
         },
