@@ -228,6 +228,27 @@ TEST_CASE("models of every structure give the same bits however they are run") {
   }
 }
 
+TEST_CASE("models with latents give the same bits however they are run") {
+  testing::SanitizedSample sample(3);
+  for (const ModelConfig& model : {testing::TinyDeepSeek(), testing::TinyGlm()}) {
+    for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
+      if (!sample.Next()) {
+        continue;
+      }
+      CAPTURE(model.latent.q_rank);
+      CAPTURE(std::string(ToString(format)));
+      Setting setting{.model = model, .config = TinyEngineConfig(format)};
+      setting.model.embedding_scale = 8.f;  // answers repeat, as drafts need it
+      setting.config.enable_prefix_caching = false;
+      if (format == KvCacheMode::kFp4Nv) {
+        setting.prompts = kLong;
+        setting.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
+      }
+      CheckEveryWay(setting, format == KvCacheMode::kFp4Nv ? 26 : 16);
+    }
+  }
+}
+
 TEST_CASE("balanced and best give the same bits when blocks leave the 16-bit window") {
   testing::SanitizedSample sample(7);
   for (KvCacheMode format : kAllKvCacheModes) {
