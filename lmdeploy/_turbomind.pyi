@@ -294,6 +294,11 @@ class TunedChoice:
     us: Final[float]  # microseconds of a call
     table_us: Final[float]
 
+class AttentionToTune: ...
+
+def attention_to_tune(model: ModelConfig, engine: EngineConfig) -> list[AttentionToTune]:
+    """Return the attention of the engine's steps, for Device.tune."""
+
 class TuningResult:
     machine: Final[str]  # what the choices depend on; empty: the device has nothing to choose
     choices: Final[list[TunedChoice]]
@@ -314,13 +319,11 @@ class Device:
         saved: list[TunedChoice],
         max_rows: int,
         max_seconds: float,
-        model: ModelConfig | None = None,
-        engine: EngineConfig | None = None,
+        attention: Sequence[AttentionToTune] = (),
     ) -> TuningResult:
         """Choose kernels for the layers of the models by their times. The GIL is released.
 
-        With `model` and `engine`, choose schedules for that engine's attention, too. Call it before
-        an engine uses the device. Without models, it only returns the machine.
+        Call it before an engine uses the device. Without models, it only returns the machine.
         """
 
 class Weights:

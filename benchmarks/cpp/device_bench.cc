@@ -55,11 +55,10 @@ void UseProducts(Device& device, const std::string& products, const KvShape& sha
   TuningParams params;
   params.attention = {AttentionOf(shape)};
   const std::string table = NameOf(cuda::PrefillProducts::kMma);
-  for (const DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
-    for (const bool fills_gpu : {false, true}) {
-      const cuda::PrefillQuestion question = {type, shape.head_dim, fills_gpu};
-      params.saved.push_back({question.name(), products, table, 0, 0});
-    }
+  const DataType type = cuda::PrefillType(shape.format, shape.format, ConfigOf(shape, 1).dtype);
+  for (const bool fills_gpu : {false, true}) {
+    const cuda::PrefillQuestion question = {type, shape.head_dim, fills_gpu};
+    params.saved.push_back({question.name(), products, table, 0, 0});
   }
   if (device.Tune(params).choices.size() != params.saved.size()) {
     throw std::invalid_argument("products is " + products +

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,9 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import (
+        AttentionToTune,
         Device,
         DeviceCapability,
-        EngineConfig,
-        ModelConfig,
         TunedChoice,
         TuningResult,
         Weights,
@@ -124,8 +124,7 @@ def tune_device(
     models: list[Weights],
     *,
     max_rows: int,
-    model: ModelConfig | None = None,
-    engine: EngineConfig | None = None,
+    attention: Sequence[AttentionToTune] = (),
 ) -> str:
     """Choose the device's kernels for the layers of the models, before an engine uses it.
 
@@ -133,7 +132,7 @@ def tune_device(
 
     Args:
         max_rows: maximum number of tokens in a step.
-        model, engine: whose attention is tuned, too.
+        attention: what the engine's steps attend to.
 
     Returns:
         the line that a server prints at start, or "" if there is nothing to choose.
@@ -149,8 +148,7 @@ def tune_device(
         saved=saved,
         max_rows=max_rows,
         max_seconds=_MAX_TUNING_SECONDS,
-        model=model,
-        engine=engine,
+        attention=attention,
     )
     seconds = time.monotonic() - begin
     if path is not None and result.num_measured:

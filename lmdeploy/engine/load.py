@@ -208,6 +208,8 @@ def _running_core(
 
 def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> StartedCore:
     """Load the weights and start the C++ engine, which alone refers to them afterwards."""
+    from lmdeploy import _turbomind
+
     files, config, device = plan.files, plan.engine_config, plan.device
     models = []
     if files.draft is not None:
@@ -227,8 +229,7 @@ def _start_core(plan: _Plan, texts: TokenizerAndTemplate, *, progress: bool) -> 
         device,
         [model.weights for model in models],
         max_rows=step_sizes(plan.config, device.capability)[1],
-        model=loaded.config,
-        engine=config,
+        attention=_turbomind.attention_to_tune(loaded.config, config),
     )
     mapped_bytes = sum(model.mapped_bytes for model in models)
     core = _start_engine(loaded, config, device=device, mapped_bytes=mapped_bytes)

@@ -46,21 +46,22 @@ std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads,
 
 TuningResult Tune(Device& device, const std::vector<std::shared_ptr<Weights>>& models,
                   std::vector<TunedChoice> saved, int max_rows, double max_seconds,
-                  const ModelConfig* model, const EngineConfig* engine) {
-  TuningParams params = {
-      .layers = {}, .attention = {}, .saved = std::move(saved), .max_seconds = max_seconds};
+                  std::vector<AttentionToTune> attention) {
+  TuningParams params = {.layers = {},
+                         .attention = std::move(attention),
+                         .saved = std::move(saved),
+                         .max_seconds = max_seconds};
   for (const auto& weights : models) {
     std::vector<LayerToTune> layers =
         LayersToTune(*weights, max_rows, device.capability().max_logit_rows);
     std::ranges::move(layers, std::back_inserter(params.layers));
   }
-  if (model != nullptr && engine != nullptr) {
-    params.attention = AttentionToTuneOf(*model, *engine);
-  }
   return device.Tune(params);
 }
 
 void DefTuning(py::module_& m) {
+  py::class_<AttentionToTune>(m, "AttentionToTune");
+  m.def("attention_to_tune", &AttentionToTuneOf, py::arg("model"), py::arg("engine"));
   py::class_<TunedChoice>(m, "TunedChoice")
       .def(py::init([](std::string question, std::string kernel, std::string table_kernel,
                        double us, double table_us) {
@@ -106,7 +107,7 @@ void DefDevices(py::module_& m) {
       .def_property_readonly("free_bytes", &Device::free_bytes)
       .def_property_readonly("capability", &Device::capability)
       .def("tune", &Tune, py::arg("models"), py::kw_only(), py::arg("saved"), py::arg("max_rows"),
-           py::arg("max_seconds"), py::arg("model") = nullptr, py::arg("engine") = nullptr,
+           py::arg("max_seconds"), py::arg("attention") = std::vector<AttentionToTune>(),
            release());
   m.def(
       "make_cpu_device",

@@ -89,7 +89,7 @@ struct Tuned {
 };
 
 TuningParams ParamsOf(const Model& model, int max_rows) {
-  return {.layers = {model.Layer(max_rows)}, .saved = {}, .max_seconds = 1e9};
+  return {.layers = {model.Layer(max_rows)}, .attention = {}, .saved = {}, .max_seconds = 1e9};
 }
 
 double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {

@@ -52,13 +52,17 @@ struct Tuned {
   bool has_products = false;
 };
 
+// Attention with operands of both types for each head_dim.
 TuningParams ParamsOf(const std::vector<int>& head_dims) {
   TuningParams params;
   params.max_seconds = 1e9;
   for (const int head_dim : head_dims) {
-    for (LayerGroup& layers : MakeLayerGroups(
-             MakeKvCacheConfig({0}, KvCacheMode::kNone, 1, head_dim, 64, DataType::kBFloat16))) {
-      params.attention.push_back({std::move(layers), 1});
+    for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8}) {
+      const KvCacheConfig config =
+          MakeKvCacheConfig({0}, format, 1, head_dim, 64, DataType::kBFloat16);
+      for (LayerGroup& layers : MakeLayerGroups(config)) {
+        params.attention.push_back({std::move(layers), 1});
+      }
     }
   }
   return params;

@@ -218,10 +218,9 @@ def test_engine_on_a_gpu_is_tuned_at_its_first_start(shim: Path, path: Path) -> 
             "from 1 sequence",
             questions.pop(),
         )
-    assert len(set(questions)) == len(questions) == 2 * 5 + 3  # and about prompts and launches
+    assert len(set(questions)) == len(questions) == 2 * 5 + 2  # and about prompts and launches
     assert questions.pop() == "a chain of launches, 1 row"
-    for operands in ("bf16", "fp16"):
-        assert questions.pop() == f"prefill attention, {operands}, head_dim 64, many rows"
+    assert questions.pop() == "prefill attention, fp16, head_dim 64, many rows"
     layer = r"(norm, )?bf16 [0-9+]+ x \d+(, gate)?, [12] rows?"
     assert all(re.fullmatch(layer, text) for text in questions)
     assert re.fullmatch(

@@ -155,7 +155,8 @@ TM_DEVICE void StoreWeights(const SeenPositions& seen, float scale, LatentSoftma
     x[i] = visible ? x[i] * scale : -INFINITY;
     max_score = fmaxf(max_score, x[i]);
   }
-  max_score = MaxOfRow<C>(max_score);  // all threads of the row have read the sums
+  max_score = MaxOfRow<C>(max_score);
+  SyncWarp();  // all threads of the row have read the sums
   float factor = 1.f;
   if (max_score > state->m + kLazyMax) {
     factor = Exp2Approx(state->m - max_score);

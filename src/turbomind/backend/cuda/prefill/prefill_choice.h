@@ -8,6 +8,7 @@
 #include <string>
 
 #include "turbomind/core/dtype.h"
+#include "turbomind/kv/kv_format.h"
 
 namespace turbomind::cuda {
 
@@ -18,6 +19,14 @@ enum class PrefillProducts {
 
 inline const char* NameOf(PrefillProducts products) {
   return products == PrefillProducts::kMma ? "mma" : "wgmma";
+}
+
+// Return the type of the operands for a layer: BF16 for a BF16 cache that is not quantized, else
+// FP16.
+constexpr DataType PrefillType(KvCacheMode k, KvCacheMode v, DataType dtype) {
+  return k == KvCacheMode::kNone && v == KvCacheMode::kNone && dtype == DataType::kBFloat16
+             ? DataType::kBFloat16
+             : DataType::kFloat16;
 }
 
 // Launches that share a choice.

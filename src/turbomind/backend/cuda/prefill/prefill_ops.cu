@@ -141,10 +141,8 @@ struct Pass {
   int first_head;
   int num_heads;
 
-  bool bfloat() const {
-    const KvLayerView& kv = params.kv;
-    return kv.format[0] == KvCacheMode::kNone && kv.format[1] == KvCacheMode::kNone &&
-           kv.dtype == DataType::kBFloat16;
+  DataType type() const {
+    return PrefillType(params.kv.format[0], params.kv.format[1], params.kv.dtype);
   }
 };
 
@@ -175,7 +173,7 @@ DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.window16_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
   flatten.fast_bias = FromHead(p.fast_bias, pass.first_head, p.kv.head_dim);
-  flatten.all_half = !pass.bfloat();
+  flatten.all_half = pass.type() == DataType::kFloat16;
   CudaFlattenToHalf(pass.context, flatten);
   return {flatten.k, flatten.v, flatten.num_rows};
 }
@@ -214,9 +212,7 @@ void RunPass(const Pass& pass) {
   params.views[1] = Flatten(pass, at, 1);
   params.partial_o = reinterpret_cast<float*>(pass.scratch + at.partial_o);
   params.partial_ml = reinterpret_cast<float*>(pass.scratch + at.partial_ml);
-  LaunchPrefill(pass.context, pass.choices,
-                pass.bfloat() ? DataType::kBFloat16 : DataType::kFloat16, pass.params.kv.head_dim,
-                params);
+  LaunchPrefill(pass.context, pass.choices, pass.type(), pass.params.kv.head_dim, params);
 }
 
 }  // namespace

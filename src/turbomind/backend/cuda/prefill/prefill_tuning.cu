@@ -18,8 +18,8 @@ namespace {
 // A chunk continues a context. Both grow with the GPU, so that it is as busy as with a long prompt.
 constexpr int kKvHeads = 2;
 constexpr int kGroup = 4;
-constexpr int kTokensPerSm = 64;  // 4 blocks of 128 rows
-constexpr int kFewTokensPerSm = 8;
+constexpr int kTokensPerSm = 64;     // 4 blocks of 128 rows
+constexpr int kFewTokensPerSm = 12;  // blocks for three SMs of four
 constexpr int kContextPerSm = 64;
 constexpr int kOffset = 13;  // so that tiles do not begin where the chunk begins
 
@@ -57,36 +57,51 @@ class RandomArray {
   T* data_ = nullptr;
 };
 
-// The launch of a question.
+int NumTokens(const Context& ctx, const PrefillQuestion& question) {
+  return ctx.gpu.num_sms * (question.fills_gpu ? kTokensPerSm : kFewTokensPerSm);
+}
+int NumPositions(const Context& ctx, const PrefillQuestion& question) {
+  return ctx.gpu.num_sms * kContextPerSm + kOffset + NumTokens(ctx, question);
+}
+
+// Return the launch of a question, without memory.
+PrefillParams LaunchOf(const Context& ctx, const PrefillQuestion& question) {
+  PrefillParams params;
+  params.q_stride = int64_t{kKvHeads} * kGroup * question.head_dim;
+  params.q_heads = kKvHeads * kGroup;
+  params.group = kGroup;
+  params.num_heads = kKvHeads;
+  params.softmax_scale = kScoreScale / std::sqrt(static_cast<float>(question.head_dim));
+  params.num_sequences = 1;
+  params.sequences[0].num_tokens = NumTokens(ctx, question);
+  params.sequences[0].position = NumPositions(ctx, question) - NumTokens(ctx, question);
+  params.sequences[0].ranges[0] = {0, NumPositions(ctx, question), 0};
+  return params;
+}
+
+// Return whether the question is about its launch. A small GPU has no launch with few rows.
+bool HasLaunch(const Context& ctx, const PrefillQuestion& question) {
+  const PrefillUse use =
+      FindPrefillUse(ctx, question.type, question.head_dim, LaunchOf(ctx, question));
+  return use.has_choice && use.question == question;
+}
+
+// The launch of a question, and its memory.
 class Trial {
  public:
   Trial(const Context& ctx, const PrefillQuestion& question)
       : ctx_(ctx),
         question_(question),
-        num_tokens_(ctx.gpu.num_sms * (question.fills_gpu ? kTokensPerSm : kFewTokensPerSm)),
         q_(ctx, num_values(), 1, [](float x) { return x; }),
         k_(ctx, num_cached(), 2, [&](float x) { return Round(x); }),
         v_(ctx, num_cached(), 3, [&](float x) { return Round(x); }),
-        out_(ctx.stream) {
+        out_(ctx.stream),
+        params_(LaunchOf(ctx, question)) {
     params_.q = q_.data();
-    params_.q_stride = int64_t{kKvHeads} * kGroup * question.head_dim;
     params_.out = static_cast<float*>(out_.Get(static_cast<size_t>(num_values()) * sizeof(float)));
-    params_.views[0] = {k_.data(), v_.data(), num_positions()};
-    params_.q_heads = kKvHeads * kGroup;
-    params_.group = kGroup;
-    params_.num_heads = kKvHeads;
-    params_.softmax_scale = kScoreScale / std::sqrt(static_cast<float>(question.head_dim));
-    params_.num_sequences = 1;
-    params_.sequences[0].num_tokens = num_tokens_;
-    params_.sequences[0].position = num_positions() - num_tokens_;
-    params_.sequences[0].ranges[0] = {0, num_positions(), 0};
+    params_.views[0] = {k_.data(), v_.data(), NumPositions(ctx, question)};
   }
 
-  // Return whether the question is about this launch. A small GPU has no launch with few rows.
-  bool IsOf() const {
-    const PrefillUse use = FindPrefillUse(ctx_, question_.type, question_.head_dim, params_);
-    return use.has_choice && use.question == question_;
-  }
   void Run(PrefillProducts products) {
     PrefillChoices choices;
     choices.Set(question_, products);
@@ -107,38 +122,21 @@ class Trial {
   uint16_t Round(float x) const {
     return question_.type == DataType::kBFloat16 ? FloatToBFloat16(x) : FloatToHalf(x);
   }
-  int num_positions() const { return ctx_.gpu.num_sms * kContextPerSm + kOffset + num_tokens_; }
   int64_t num_values() const {
-    return int64_t{num_tokens_} * kKvHeads * kGroup * question_.head_dim;
+    return int64_t{NumTokens(ctx_, question_)} * kKvHeads * kGroup * question_.head_dim;
   }
-  int64_t num_cached() const { return int64_t{num_positions()} * kKvHeads * question_.head_dim; }
+  int64_t num_cached() const {
+    return int64_t{NumPositions(ctx_, question_)} * kKvHeads * question_.head_dim;
+  }
 
   const Context& ctx_;
   const PrefillQuestion question_;
-  const int num_tokens_;
   RandomArray<float> q_;
   RandomArray<uint16_t> k_;
   RandomArray<uint16_t> v_;
   Workspace out_;
   PrefillParams params_;
 };
-
-// Return whether every row of head_dim values is close.
-bool AreClose(const std::vector<float>& got, const std::vector<float>& want, int head_dim) {
-  for (size_t row = 0; row < want.size(); row += static_cast<size_t>(head_dim)) {
-    double difference = 0;
-    double norm = 0;
-    for (size_t i = row; i < row + static_cast<size_t>(head_dim); ++i) {
-      const double distance = double{got[i]} - want[i];
-      difference += distance * distance;
-      norm += double{want[i]} * want[i];
-    }
-    if (!(difference <= kMaxDifference * kMaxDifference * norm)) {  // also for NaN
-      return false;
-    }
-  }
-  return true;
-}
 
 std::optional<TunedChoice> FindSaved(const std::vector<TunedChoice>& saved,
                                      const PrefillQuestion& question) {
@@ -153,12 +151,12 @@ std::optional<TunedChoice> FindSaved(const std::vector<TunedChoice>& saved,
 // Return nothing if there is no such launch, or if the results are wrong.
 std::optional<TunedChoice> Choose(const Context& ctx, const PrefillQuestion& question,
                                   const PrefillClock& clock, TuningResult* result) {
-  Trial trial(ctx, question);
-  if (!trial.IsOf()) {
+  if (!HasLaunch(ctx, question)) {
     return std::nullopt;
   }
-  if (!AreClose(trial.Results(PrefillProducts::kWarpGroups), trial.Results(PrefillProducts::kMma),
-                question.head_dim)) {
+  Trial trial(ctx, question);
+  if (!AreRowsClose(trial.Results(PrefillProducts::kWarpGroups),
+                    trial.Results(PrefillProducts::kMma), question.head_dim, kMaxDifference)) {
     result->wrong.push_back(NameOf(PrefillProducts::kWarpGroups) + (" for " + question.name()));
     return std::nullopt;
   }
@@ -189,7 +187,9 @@ void TunePrefill(const Context& ctx, PrefillChoices& choices, const TuningParams
     if (attention.layers.layout.config().rotary_dim > 0) {
       continue;  // latents have a kernel of their own
     }
-    for (const DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
+    for (const block::Config::LayerFormats& formats : attention.layers.layout.config().layers) {
+      const DataType type =
+          PrefillType(formats.k, formats.v, attention.layers.layout.config().dtype);
       questions.insert({type, head_dim, false});
       questions.insert({type, head_dim, true});
     }

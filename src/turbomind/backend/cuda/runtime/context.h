@@ -21,6 +21,7 @@ class Workspace {
 
   // 256-byte aligned, not cleared. Throws std::bad_alloc.
   void* Get(size_t num_bytes);
+  size_t num_bytes() const { return num_bytes_; }
   // Changes whenever the address that Get returns changes. Recorded graphs are then invalid.
   int generation() const { return generation_; }
 

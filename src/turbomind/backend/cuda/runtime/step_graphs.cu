@@ -4,18 +4,18 @@
 
 namespace turbomind::cuda {
 
-Graph StepGraphs::Capture(FunctionRef<void()> ops) {
-  BeginCapture(stream_);
+Graph RecordGraph(Stream stream, FunctionRef<void()> ops) {
+  BeginCapture(stream);
   try {
     ops();
   } catch (...) {
     try {
-      DestroyGraph(EndCapture(stream_));
+      DestroyGraph(EndCapture(stream));
     } catch (...) {  // the original exception is thrown below
     }
     throw;
   }
-  return EndCapture(stream_);
+  return EndCapture(stream);
 }
 
 // Add an entry for a shape that is seen for the first time. If the table is full, drop the entry
@@ -59,7 +59,7 @@ void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& gener
   found->last_step = num_steps_;
   if (found->graph == nullptr) {
     try {
-      found->graph.reset(Capture(ops));
+      found->graph.reset(RecordGraph(stream_, ops));
       LaunchGraph(found->graph.get(), stream_);
       ++num_recorded_;
     } catch (const OutOfMemory&) {

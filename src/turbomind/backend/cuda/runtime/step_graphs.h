@@ -14,6 +14,9 @@
 
 namespace turbomind::cuda {
 
+// Record the work that `ops` queues on the stream. If `ops` throws, the stream records no longer.
+Graph RecordGraph(Stream stream, FunctionRef<void()> ops);
+
 // Invariant: a graph is replayed only while every address in it is valid. That holds while
 // `generations` (of the step's arrays, the workspace and everything else that ops keep) equals the
 // value at its recording.
@@ -50,7 +53,6 @@ class StepGraphs {
   };
 
   void Add(const StepShape& shape);
-  Graph Capture(FunctionRef<void()> ops);
   void DropRecords();
 
   Stream stream_;

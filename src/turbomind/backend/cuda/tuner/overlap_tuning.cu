@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "turbomind/backend/cuda/dense/dense_ops.h"
+#include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/backend/cuda/tuner/overlap_tuning.h"
 #include "turbomind/backend/cuda/tuner/tuner.h"
 #include "turbomind/core/check.h"
@@ -26,13 +27,13 @@ class Chain {
   void Record(bool overlap) {
     Reset();
     OverlapLaunches(ctx_.stream, overlap);
-    BeginCapture(ctx_.stream);
-    for (int i = 0; i < kRounds; ++i) {
-      CudaNorm(ctx_, {.x = x(), .weight = weight(), .out = x(), .num_rows = 1, .dim = 2 * kDim});
-      CudaGatedActivation(ctx_, {.gate_up = x(), .out = y(), .num_rows = 1, .dim = kDim});
-      CudaAdd(ctx_, {.x = y(), .out = x(), .count = kDim, .scale = 0.5f});
-    }
-    graph_.reset(EndCapture(ctx_.stream));
+    graph_.reset(RecordGraph(ctx_.stream, [&] {
+      for (int i = 0; i < kRounds; ++i) {
+        CudaNorm(ctx_, {.x = x(), .weight = weight(), .out = x(), .num_rows = 1, .dim = 2 * kDim});
+        CudaGatedActivation(ctx_, {.gate_up = x(), .out = y(), .num_rows = 1, .dim = kDim});
+        CudaAdd(ctx_, {.x = y(), .out = x(), .count = kDim, .scale = 0.5f});
+      }
+    }));
   }
   void Run() { LaunchGraph(graph_.get(), ctx_.stream); }
 

@@ -61,4 +61,21 @@ std::vector<std::optional<TunerAnswer>> ChooseByTime(const std::vector<TunerQues
   return answers;
 }
 
+bool AreRowsClose(std::span<const float> got, std::span<const float> want, int size,
+                  double max_difference) {
+  for (size_t row = 0; row < want.size(); row += static_cast<size_t>(size)) {
+    double difference = 0;
+    double norm = 0;
+    for (size_t i = row; i < row + static_cast<size_t>(size); ++i) {
+      const double distance = double{got[i]} - want[i];
+      difference += distance * distance;
+      norm += double{want[i]} * want[i];
+    }
+    if (!(difference <= max_difference * max_difference * norm)) {  // also for NaN
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace turbomind::cuda

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "turbomind/core/function_ref.h"
@@ -37,5 +38,10 @@ struct TunerClock {
 // or if the table's kernel cannot run.
 std::vector<std::optional<TunerAnswer>> ChooseByTime(const std::vector<TunerQuestion>& questions,
                                                      const TunerClock& clock, double max_seconds);
+
+// Returns whether each row of `size` values differs from the wanted one by at most `max_difference`
+// of its norm. A row that is not finite is not close. REQUIRES: there are as many.
+bool AreRowsClose(std::span<const float> got, std::span<const float> want, int size,
+                  double max_difference);
 
 }  // namespace turbomind::cuda
