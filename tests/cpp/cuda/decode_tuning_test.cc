@@ -30,13 +30,14 @@ std::vector<AttentionToTune> MakeAttention(KvCacheMode format, int max_seqs = 8,
 }
 
 struct Tuned {
-  explicit Tuned(const TuningParams& params, double deadline = 1e9) {
+  explicit Tuned(const TuningParams& params, double deadline = 1e9, int num_sms = 1) {
     const Stream stream = CreateStream();
     {
       Workspace workspace(stream);
       Context ctx;
       ctx.stream = stream;
       ctx.gpu = PropertiesOf(0);
+      ctx.gpu.num_sms = num_sms;
       ctx.workspace = &workspace;
       DecodePlanner planner(ctx);
       const auto time = [&](const std::string&, const std::string& schedule,
@@ -70,9 +71,10 @@ TEST_CASE("each number of sequences gets the fastest schedule") {
   }
 }
 
-TEST_CASE("layers with 16-bit windows are tuned with both pools") {
+TEST_CASE("layers with 16-bit windows are tuned with both pools, in many items") {
   const Tuned tuned(
-      {.layers = {}, .attention = MakeAttention(KvCacheMode::kFp4Nv, 1, {64, 64}), .saved = {}});
+      {.layers = {}, .attention = MakeAttention(KvCacheMode::kFp4Nv, 1, {64, 64}), .saved = {}},
+      1e9, 6);
   CHECK(tuned.result.wrong.empty());
   CHECK(tuned.result.num_measured == 2);
   CHECK(tuned.result.choices[0].question.find("16-bit window of 1 and ") != std::string::npos);
