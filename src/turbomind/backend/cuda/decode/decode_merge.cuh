@@ -144,6 +144,6 @@ TM_DEVICE void FinishRow(const MergeParams& p, MergeRow row, int lane, MergedRow
   }
 }
 
-constexpr int MergeVectors(int head_dim) { return head_dim <= 128 ? 1 : 2; }
+TM_HD constexpr int MergeVectors(int head_dim) { return head_dim <= 128 ? 1 : 2; }
 
 }  // namespace turbomind::cuda
