@@ -35,7 +35,8 @@ struct PrefillQuestion {
   int head_dim = 0;
   bool fills_gpu = false;  // there is a block of kWarpGroups for every SM
 
-  friend auto operator<=>(const PrefillQuestion&, const PrefillQuestion&) = default;
+  auto operator<=>(const PrefillQuestion&) const = default;
+  bool operator==(const PrefillQuestion&) const = default;
 
   std::string name() const {
     return "prefill attention, " + std::string(type == DataType::kBFloat16 ? "bf16" : "fp16") +
