@@ -60,6 +60,7 @@ void Merge(const Clock& from, Clock* to) {
 }
 
 void Publish(Clock* clock) {
+  TheState().has_other_barriers = true;
   Thread& me = Current();
   const auto warp = static_cast<size_t>(me.warp);
   me.known[warp] = TheState().warps[warp].part++;
@@ -96,6 +97,16 @@ void Wake(std::vector<int>& waiting) {
   waiting.clear();
 }
 
+// Let the threads at the block's barrier go on. All of them know what each warp has done.
+void PassBarrier() {
+  State& s = TheState();
+  for (size_t warp = 0; warp < s.warps.size(); ++warp) {
+    s.block_clock[warp] = s.warps[warp].part++;
+  }
+  Wake(s.at_barrier);
+  ++s.num_meetings;
+}
+
 namespace {
 
 void EndThread() {
@@ -118,8 +129,7 @@ void EndThread() {
     Fail("a thread ended with products that it never waited for");
   }
   if (s.alive > 0 && static_cast<int>(s.at_barrier.size()) == s.alive) {
-    Wake(s.at_barrier);
-    ++s.num_meetings;
+    PassBarrier();
   }
   RunAnother();
   std::abort();
@@ -152,9 +162,10 @@ void StartBlock(const LaunchShape& shape) {
   s.runnable.clear();
   s.at_barrier.clear();
   s.num_meetings = 0;
-  s.block_clock.clear();
+  s.block_clock.assign((count + kWarp - 1) / kWarp, 0);
   std::fill(std::begin(s.named), std::end(s.named), NamedBarrier());
   s.mbarriers.clear();
+  s.has_other_barriers = false;
   s.alive = static_cast<int>(count);
   for (size_t i = 0; i < count; ++i) {
     Thread& thread = s.threads[i];
@@ -332,7 +343,7 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
     RunAnother();
   } else {
     run(warp.words);
-    if (std::strcmp(meeting.what, "syncwarp") == 0) {
+    if (s.has_other_barriers && std::strcmp(meeting.what, "syncwarp") == 0) {
       ShareClocks(warp.waiting);
     }
     for (int lane : warp.waiting) {
@@ -352,14 +363,11 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
 
 void MeetBlock() {
   State& s = TheState();
-  Publish(&s.block_clock);
   s.at_barrier.push_back(s.current);
   if (static_cast<int>(s.at_barrier.size()) == s.alive) {
-    Wake(s.at_barrier);
-    ++s.num_meetings;
+    PassBarrier();
   }
   RunAnother();
-  Merge(s.block_clock, &Current().known);
 }
 
 void NoteWrite(const void* shared, size_t bytes) {

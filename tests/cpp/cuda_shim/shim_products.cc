@@ -35,7 +35,8 @@ bool IsKnown(const Write& write) {
     return true;
   }
   const int warp = s.threads[static_cast<size_t>(write.thread)].warp;
-  return warp == me.warp || write.part <= me.known[static_cast<size_t>(warp)];
+  const auto at = static_cast<size_t>(warp);
+  return warp == me.warp || write.part <= std::max(me.known[at], s.block_clock[at]);
 }
 
 // Check `num_rows` rows that a product reads.

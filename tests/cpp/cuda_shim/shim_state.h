@@ -113,7 +113,8 @@ struct State {
   std::vector<int> runnable;
   std::vector<int> at_barrier;
   int num_meetings = 0;  // of the block
-  Clock block_clock;
+  Clock block_clock;     // what all threads know from barriers of the block, beside Thread::known
+  bool has_other_barriers = false;  // a thread has come to one of some threads
   NamedBarrier named[kMaxBarrier + 1];
   std::map<const char*, Mbarrier> mbarriers;
   int alive = 0;
