@@ -48,7 +48,7 @@ LOAD_CONFLICTS = {"none": 1, "int8": 2, "fp8": 2, "int4": 4, "mxfp4": 2, "nvfp4"
 
 @dataclass(frozen=True)
 class Phase:
-    """What a warp does for a tile. A load of matrices takes four wavefronts."""
+    """Work of a warp for a tile. A load of matrices takes four wavefronts."""
 
     instructions: float
     matrices: int = 0
