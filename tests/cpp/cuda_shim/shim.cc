@@ -42,16 +42,6 @@ std::string Text(const Dim3& d) {
 
 }  // namespace
 
-State& TheState() {
-  static State state;
-  return state;
-}
-
-Thread& Current() {
-  State& s = TheState();
-  return s.threads[static_cast<size_t>(s.current)];
-}
-
 void Merge(const Clock& from, Clock* to) {
   to->resize(std::max(to->size(), from.size()));
   for (size_t i = 0; i < from.size(); ++i) {
@@ -75,6 +65,20 @@ void Fail(const std::string& what) {
   std::abort();  // a failed launch is never resumed
 }
 
+namespace {
+
+// Make a runnable thread the current one.
+void PickThread() {
+  State& s = TheState();
+  const size_t pick = s.random.Below(s.runnable.size());
+  s.current = s.runnable[pick];
+  s.current_thread = &s.threads[static_cast<size_t>(s.current)];
+  s.runnable[pick] = s.runnable.back();
+  s.runnable.pop_back();
+}
+
+}  // namespace
+
 void RunAnother() {
   State& s = TheState();
   Thread& me = Current();
@@ -82,10 +86,7 @@ void RunAnother() {
     turbomind_shim_switch(&me.stack_pointer, s.main_stack);
     return;
   }
-  const size_t pick = s.random() % s.runnable.size();
-  s.current = s.runnable[pick];
-  s.runnable[pick] = s.runnable.back();
-  s.runnable.pop_back();
+  PickThread();
   if (&Current() != &me) {
     turbomind_shim_switch(&me.stack_pointer, Current().stack_pointer);
   }
@@ -140,9 +141,9 @@ void Entry() {
   EndThread();
 }
 
-void Prepare(Thread& thread) {
-  thread.stack.resize(kStackBytes);
-  const auto end = reinterpret_cast<uintptr_t>(thread.stack.data() + kStackBytes) & ~uintptr_t{15};
+// Let a thread begin with Entry on its stack.
+void Prepare(Thread& thread, char* stack) {
+  const auto end = reinterpret_cast<uintptr_t>(stack + kStackBytes) & ~uintptr_t{15};
   void** top = reinterpret_cast<void**>(end);
   *--top = nullptr;  // lets Entry begin as if it had been called
   *--top = reinterpret_cast<void*>(&Entry);
@@ -155,9 +156,13 @@ void Prepare(Thread& thread) {
 void StartBlock(const LaunchShape& shape) {
   State& s = TheState();
   std::memset(s.shared_begin, kPoison, s.shared_bytes);
-  s.writes.assign(s.shared_bytes / 4 + 1, Write());
+  ++s.num_blocks;
+  s.writes.resize(std::max(s.writes.size(), s.shared_bytes / 4 + 1));
   const size_t count = size_t{shape.block.x} * shape.block.y * shape.block.z;
   s.threads.resize(count);
+  while (s.stacks.size() < count) {
+    s.stacks.push_back(std::make_unique_for_overwrite<char[]>(kStackBytes));
+  }
   s.warps.assign((count + kWarp - 1) / kWarp, Warp());
   s.runnable.clear();
   s.at_barrier.clear();
@@ -188,7 +193,7 @@ void StartBlock(const LaunchShape& shape) {
     thread.lets_next_begin = false;
     thread.has_waited = false;
     ++s.warps[i / kWarp].alive;
-    Prepare(thread);
+    Prepare(thread, s.stacks[i].get());
     s.runnable.push_back(static_cast<int>(i));
   }
 }
@@ -222,10 +227,7 @@ void CheckGroups() {
 void RunBlock(const LaunchShape& shape) {
   State& s = TheState();
   StartBlock(shape);
-  const size_t pick = s.random() % s.runnable.size();
-  s.current = s.runnable[pick];
-  s.runnable[pick] = s.runnable.back();
-  s.runnable.pop_back();
+  PickThread();
   turbomind_shim_switch(&s.main_stack, Current().stack_pointer);
   if (s.error.empty() && s.alive > 0) {
     s.error = "block " + Text(s.block) + " hangs: " + std::to_string(s.alive) + " threads wait, " +
@@ -252,9 +254,9 @@ Buffer::~Buffer() { TheState().regions.erase(static_cast<const char*>(data_)); }
 void Launch(const LaunchShape& shape, const std::function<void()>& kernel) {
   State& s = TheState();
   s.kernel = &kernel;
-  s.random.seed(shape.seed);
+  s.random.state = shape.seed;
   s.error.clear();
-  s.shared.assign(shape.shared_bytes + kSharedAlignment, 0);
+  s.shared.resize(std::max(s.shared.size(), shape.shared_bytes + kSharedAlignment));
   s.shared_begin =
       s.shared.data() + (-reinterpret_cast<uintptr_t>(s.shared.data()) & (kSharedAlignment - 1));
   s.shared_bytes = shape.shared_bytes;
@@ -330,7 +332,8 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
   if (warp.alive < kWarp) {
     Fail(std::string("lanes have ended before ") + meeting.what);
   }
-  if (!warp.waiting.empty() && std::strcmp(warp.what, meeting.what) != 0) {
+  if (!warp.waiting.empty() && warp.what != meeting.what &&
+      std::strcmp(warp.what, meeting.what) != 0) {
     Fail(std::string("lanes of a warp meet at ") + warp.what + " and at " + meeting.what);
   }
   warp.what = meeting.what;
@@ -346,11 +349,12 @@ void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
     if (s.has_other_barriers && std::strcmp(meeting.what, "syncwarp") == 0) {
       ShareClocks(warp.waiting);
     }
+    const size_t out_bytes = sizeof(uint32_t) * static_cast<size_t>(meeting.num_out);
     for (int lane : warp.waiting) {
       Thread& other = s.threads[static_cast<size_t>(lane)];
-      std::memcpy(other.out, warp.words.out[other.lane], sizeof(other.out));
+      std::memcpy(other.out, warp.words.out[other.lane], out_bytes);
     }
-    std::memcpy(me.out, warp.words.out[me.lane], sizeof(me.out));
+    std::memcpy(me.out, warp.words.out[me.lane], out_bytes);
     Wake(warp.waiting);
     s.runnable.push_back(s.current);
     RunAnother();
@@ -373,12 +377,14 @@ void MeetBlock() {
 void NoteWrite(const void* shared, size_t bytes) {
   State& s = TheState();
   const auto first = static_cast<size_t>(static_cast<const char*>(shared) - s.shared_begin);
+  const Thread& me = Current();
+  const Write write = {s.num_blocks, s.current, me.shared_fences,
+                       s.warps[static_cast<size_t>(me.warp)].part};
   for (size_t word = first / 4; word < (first + bytes + 3) / 4; ++word) {
-    if (s.writes[word].is_barrier) {
+    if (s.writes[word].is_barrier && s.writes[word].block == s.num_blocks) {
       Fail("a write to an mbarrier");
     }
-    s.writes[word] = {s.current, Current().shared_fences,
-                      s.warps[static_cast<size_t>(Current().warp)].part};
+    s.writes[word] = write;
   }
 }
 

@@ -30,25 +30,25 @@ int Swizzle(const Product& product, int row) {
 // Return whether the current thread knows that a write is over. Lanes of a warp know each other's.
 bool IsKnown(const Write& write) {
   const State& s = TheState();
-  const Thread& me = s.threads[static_cast<size_t>(s.current)];
-  if (write.thread < 0) {
-    return true;
-  }
+  const Thread& me = Current();
   const int warp = s.threads[static_cast<size_t>(write.thread)].warp;
   const auto at = static_cast<size_t>(warp);
   return warp == me.warp || write.part <= std::max(me.known[at], s.block_clock[at]);
 }
 
-// Check `num_rows` rows that a product reads.
+// Check `num_rows` rows that a product reads. The lanes of a warp share the words.
 void CheckRows(const Product& product, const char* rows, int num_rows) {
   const State& s = TheState();
   const auto bytes = static_cast<size_t>(num_rows) * static_cast<size_t>(product.row_bytes);
   CheckAccess(Space::kShared, rows, bytes, static_cast<size_t>(8 * product.row_bytes));
   const auto first = static_cast<size_t>(rows - s.shared_begin) / 4;
-  for (size_t word = first; word < first + bytes / 4; ++word) {
+  for (auto word = first + static_cast<size_t>(Current().lane); word < first + bytes / 4;
+       word += kWarp) {
     const Write& write = s.writes[word];
-    if (write.thread >= 0 &&
-        write.fences == s.threads[static_cast<size_t>(write.thread)].shared_fences) {
+    if (write.block != s.num_blocks) {
+      continue;
+    }
+    if (write.fences == s.threads[static_cast<size_t>(write.thread)].shared_fences) {
       Fail("a product reads shared memory that was written without a fence after it");
     }
     if (!IsKnown(write)) {

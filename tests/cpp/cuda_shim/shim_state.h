@@ -5,7 +5,7 @@
 #include <deque>
 #include <functional>
 #include <map>
-#include <random>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -42,7 +42,6 @@ struct Thread {
   int warp = 0;
   bool done = false;
   void* stack_pointer = nullptr;
-  std::vector<char> stack;
   uint32_t out[kMaxWords];  // results of the last warp-wide instruction
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;  // oldest first
@@ -61,6 +60,7 @@ struct Thread {
 
 // The last write to a word of shared memory.
 struct Write {
+  uint32_t block = 0;  // State::num_blocks, or the word was not written in the block
   int thread = -1;
   uint32_t fences = 0;  // of the thread before the write
   uint32_t part = 0;    // of the warp's work
@@ -99,6 +99,19 @@ struct Region {
   bool writable;
 };
 
+// SplitMix64: the order of the threads needs no better numbers.
+struct Random {
+  uint64_t state = 0;
+  uint64_t operator()() {
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+  }
+  // Return a number below `end`.
+  size_t Below(size_t end) { return ((*this)() >> 32) * end >> 32; }
+};
+
 struct State {
   std::map<const char*, Region> regions;  // by their first byte
   const std::function<void()>* kernel = nullptr;
@@ -107,8 +120,10 @@ struct State {
   char* shared_begin = nullptr;
   size_t shared_bytes = 0;
   bool overlaps = false;
+  uint32_t num_blocks = 0;    // that have begun in the process
   std::vector<Write> writes;  // by the word of shared memory
   std::vector<Thread> threads;
+  std::vector<std::unique_ptr<char[]>> stacks;  // of as many threads as a block has had
   std::vector<Warp> warps;
   std::vector<int> runnable;
   std::vector<int> at_barrier;
@@ -119,13 +134,17 @@ struct State {
   std::map<const char*, Mbarrier> mbarriers;
   int alive = 0;
   int current = -1;
+  Thread* current_thread = nullptr;
   void* main_stack = nullptr;
-  std::mt19937_64 random;
+  Random random;
   std::string error;
 };
 
-State& TheState();
-Thread& Current();
+inline State& TheState() {
+  static State state;
+  return state;
+}
+inline Thread& Current() { return *TheState().current_thread; }
 
 // Switch from the current thread to another runnable one, or back to the launch if there is none.
 void RunAnother();
