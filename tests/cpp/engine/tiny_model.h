@@ -537,7 +537,8 @@ inline std::map<uint64_t, RequestOutput> Collect(Engine& engine, size_t num_requ
   std::map<uint64_t, RequestOutput> joined;
   size_t num_finished = 0;
   while (num_finished < num_requests) {
-    const std::vector<RequestOutput> pieces = engine.WaitOutputs(10'000);
+    // The stand-in for a GPU takes seconds for a long prompt, and more on a busy machine.
+    const std::vector<RequestOutput> pieces = engine.WaitOutputs(120'000);
     if (pieces.empty()) {
       break;  // stopped or stuck; the caller's checks fail
     }
