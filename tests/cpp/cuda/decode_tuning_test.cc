@@ -47,7 +47,9 @@ struct Tuned {
         return schedule == kFavorite ? 1. : 2.;
       };
       const auto seconds = [&] { return static_cast<double>(num_timed); };
-      TuneDecode(ctx, planner, params, {time, seconds, deadline}, &result);
+      const TunerClock clock = {time, seconds, deadline};
+      Tuner tuner(params.saved, clock, &result);
+      TuneDecode(ctx, planner, params.attention, tuner);
     }
     DestroyStream(stream);
   }

@@ -73,14 +73,17 @@ std::vector<float> Multiply(Gpu& gpu, const Model& model, int num_rows) {
 // Tunes with made-up times: `favorite` takes 1 µs, and other kernels take 2.
 struct Tuned {
   Tuned(Gpu& gpu, const TuningParams& params, LinearKernel favorite) {
-    const auto time = [&](const std::string& question, LinearKernel kernel,
+    const auto time = [&](const std::string& question, const std::string& kernel,
                           FunctionRef<void()> work) {
       work();
-      timed[question].insert(NameOf(kernel));
+      timed[question].insert(kernel);
       order.push_back(question);
-      return kernel == favorite ? 1. : 2.;
+      return kernel == NameOf(favorite) ? 1. : 2.;
     };
-    result = TuneLinear(gpu.ctx, gpu.linear, params, {time, [this] { return ++now; }});
+    const auto seconds = [this] { return ++now; };
+    const TunerClock clock = {time, seconds, params.max_seconds};
+    Tuner tuner(params.saved, clock, &result);
+    TuneLinear(gpu.ctx, gpu.linear, params.layers, tuner);
   }
   TuningResult result;
   std::map<std::string, std::set<std::string>> timed;

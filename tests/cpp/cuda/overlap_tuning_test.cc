@@ -22,12 +22,15 @@ struct Tuned {
       ctx.stream = stream;
       ctx.gpu = PropertiesOf(0);
       ctx.workspace = &workspace;
-      const auto time = [&](const char* kernel, FunctionRef<void()> work) {
+      const auto time = [&](const std::string&, const std::string& kernel,
+                            FunctionRef<void()> work) {
         work();
         ++num_timed;
         return kernel == favorite ? 1. : 2.;
       };
-      TuneOverlap(ctx, saved, time, &result);
+      const TunerClock clock = {time, [] { return 0.; }, 1};
+      Tuner tuner(saved, clock, &result);
+      TuneOverlap(ctx, tuner);
       overlaps = LaunchesOverlap(stream);
     }
     DestroyStream(stream);

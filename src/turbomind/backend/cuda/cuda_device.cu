@@ -345,29 +345,22 @@ TuningResult CudaDevice::Tune(const TuningParams& params) {
   }
   UseGpu(gpu_);
   EventTimer timer(stream_);
-  const auto time = [&](const std::string&, LinearKernel, FunctionRef<void()> work) {
+  const auto time = [&](const std::string&, const std::string&, FunctionRef<void()> work) {
     return timer.Time(work);
   };
   const auto seconds = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   };
-  const double begin = seconds();
-  TuningResult result = TuneLinear(context_, linear_, params, {time, seconds});
-  const auto time_prefill = [&](const PrefillQuestion&, PrefillProducts, FunctionRef<void()> work) {
-    return timer.Time(work);
-  };
-  const double deadline = begin + params.max_seconds;
-  TunePrefill(context_, prefill_choices_, params, {time_prefill, seconds, deadline}, &result);
+  const TunerClock clock = {time, seconds, seconds() + params.max_seconds};
+  TuningResult result;
+  Tuner tuner(params.saved, clock, &result);
+  TuneLinear(context_, linear_, params.layers, tuner);
+  TunePrefill(context_, prefill_choices_, params.attention, tuner);
   if (!params.layers.empty()) {
-    TuneOverlap(
-        context_, params.saved,
-        [&](const char*, FunctionRef<void()> work) { return timer.Time(work); }, &result);
+    TuneOverlap(context_, tuner);
   }
-  const auto time_decode = [&](const std::string&, const std::string&, FunctionRef<void()> work) {
-    return timer.Time(work);
-  };
-  TuneDecode(context_, planner_, params, {time_decode, seconds, deadline}, &result);
+  TuneDecode(context_, planner_, params.attention, tuner);
   const std::string library = std::to_string(linear_.library_version());
   result.machine = properties_.name + ", SM " + std::to_string(properties_.sm) + ", driver " +
                    properties_.driver + ", cuBLASLt " + library + ", kernels " + kernels_;

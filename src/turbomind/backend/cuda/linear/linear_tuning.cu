@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "turbomind/backend/cuda/linear/linear_tuning.h"
-#include "turbomind/backend/cuda/tuner/tuner.h"
+#include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
@@ -98,8 +98,13 @@ struct Question {
 
   const LinearStack& stack() const { return layers->first; }
   int num_rows() const { return kRowBuckets[static_cast<size_t>(bucket)]; }
-  std::string name() const {
-    return stack().name() + ", " + std::to_string(num_rows()) + (bucket == 0 ? " row" : " rows");
+  TunerQuestion names() const {
+    TunerQuestion names = {
+        stack().name() + ", " + std::to_string(num_rows()) + (bucket == 0 ? " row" : " rows"), {}};
+    for (const LinearKernel kernel : kernels) {
+      names.kernels.emplace_back(NameOf(kernel));
+    }
+    return names;
   }
 };
 
@@ -130,7 +135,7 @@ std::vector<Question> FindQuestions(const LayersOfStack& layers, const LinearMac
 // Runs the kernels of one question after another. Call EndQuestion after the last one.
 class Runner {
  public:
-  Runner(const Context& ctx, CudaLinear& linear, const LinearClock& clock)
+  Runner(const Context& ctx, CudaLinear& linear, Tuner& tuner)
       : workspace_(ctx.stream),
         x_(ctx.stream),
         y_(ctx.stream),
@@ -139,34 +144,23 @@ class Runner {
         offsets_(ctx.stream),
         ctx_(ctx),
         linear_(linear),
-        clock_(clock) {
+        tuner_(tuner) {
     ctx_.workspace = &workspace_;
   }
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;
 
-  // Return the microseconds of a call, or nothing if memory is full.
-  std::optional<double> Time(const Question& question, LinearKernel kernel) {
-    if (question_ != &question) {
-      EndQuestion();
-      question_ = &question;
-      if (!Begin()) {
-        return std::nullopt;
-      }
-    }
-    const auto graph = graphs_.find(kernel);
-    if (graph == graphs_.end()) {
-      return std::nullopt;
-    }
-    // While the first launch runs, the host queues the second one, which is timed.
-    LaunchGraph(graph->second.get(), ctx_.stream);
-    const double us = clock_.time(question.name(), kernel,
-                                  [&] { LaunchGraph(graph->second.get(), ctx_.stream); });
-    return us / num_calls();
+  // Throws OutOfMemory.
+  std::optional<TunerAnswer> Measure(const Question& question) {
+    question_ = &question;
+    Begin();
+    const TunerQuestion names = question.names();
+    return ChooseByTime(right_, [&](size_t kernel) -> std::optional<double> {
+      const Graph graph = graphs_.at(kernel).get();
+      LaunchGraph(graph, ctx_.stream);  // while it runs, the host queues the one that is timed
+      return tuner_.Time(names, kernel, [&] { LaunchGraph(graph, ctx_.stream); }) / num_calls();
+    });
   }
-
-  // Kernels that Time left out because of their results: TuningResult::wrong.
-  const std::vector<std::string>& wrong() const { return wrong_; }
 
   // Free the graphs of the last question, and give it the table's kernel again.
   void EndQuestion() {
@@ -179,8 +173,6 @@ class Runner {
   }
 
  private:
-  using OwnGraph = std::unique_ptr<CUgraphExec_st, void (*)(Graph)>;
-
   int num_calls() const {
     const int64_t num_experts = std::max(stack().num_experts, 1);
     const int64_t used_experts = std::min<int64_t>(num_experts, question_->num_rows());
@@ -192,37 +184,32 @@ class Runner {
   }
   const LinearStack& stack() const { return question_->stack(); }
 
-  // Record a graph of each kernel. Return false if memory is full.
-  bool Begin() {
-    try {
-      const int64_t num_rows = question_->num_rows();
-      FillX(num_rows * stack().cols);
-      y_.Get(static_cast<size_t>(num_rows * stack().total_outputs()) * sizeof(float));
-      if (stack().normed) {
-        normed_.Get(static_cast<size_t>(num_rows * stack().cols) * sizeof(float));
-      }
-      if (stack().gated) {
-        activated_.Get(static_cast<size_t>(num_rows * num_results()) * sizeof(float));
-      }
-      UploadOffsets();
-      // The first calls allocate memory, load kernels, and upload the tables of experts. A
-      // recording must not do that.
-      for (size_t layer = 0; layer < num_layers(); ++layer) {
-        Call(layer);
-      }
-      FindRightKernels();
-    } catch (const OutOfMemory&) {
-      return false;
+  // Record a graph of each kernel.
+  void Begin() {
+    const int64_t num_rows = question_->num_rows();
+    FillX(num_rows * stack().cols);
+    y_.Get(static_cast<size_t>(num_rows * stack().total_outputs()) * sizeof(float));
+    if (stack().normed) {
+      normed_.Get(static_cast<size_t>(num_rows * stack().cols) * sizeof(float));
     }
-    for (const LinearKernel kernel : right_) {
-      Choose(kernel);
-      BeginCapture(ctx_.stream);
-      for (int i = 0; i < num_calls(); ++i) {
-        Call(static_cast<size_t>(i) % num_layers());
-      }
-      graphs_.emplace(kernel, OwnGraph(EndCapture(ctx_.stream), DestroyGraph));
+    if (stack().gated) {
+      activated_.Get(static_cast<size_t>(num_rows * num_results()) * sizeof(float));
     }
-    return true;
+    UploadOffsets();
+    // The first calls allocate memory, load kernels, and upload the tables of experts. A recording
+    // must not do that.
+    for (size_t layer = 0; layer < num_layers(); ++layer) {
+      Call(layer);
+    }
+    FindRightKernels();
+    for (const size_t kernel : right_) {
+      Choose(question_->kernels[kernel]);
+      graphs_[kernel] = RecordGraph(ctx_.stream, [&] {
+        for (int i = 0; i < num_calls(); ++i) {
+          Call(static_cast<size_t>(i) % num_layers());
+        }
+      });
+    }
   }
 
   // Keep the table's kernel and those with close results. A kernel may come into use on a kind of
@@ -231,8 +218,8 @@ class Runner {
   void FindRightKernels() {
     right_.clear();
     std::vector<float> want;
-    for (const LinearKernel kernel : question_->kernels) {
-      Choose(kernel);
+    for (size_t kernel = 0; kernel < question_->kernels.size(); ++kernel) {
+      Choose(question_->kernels[kernel]);
       Call(0);
       SpoilResults();
       Call(0);
@@ -240,7 +227,7 @@ class Runner {
       if (right_.empty()) {
         want = got;
       } else if (!AreCloseEverywhere(got, want, static_cast<size_t>(num_results()))) {
-        wrong_.push_back(NameOf(kernel) + (" for " + question_->name()));
+        tuner_.AddWrong(question_->names(), kernel);
         continue;
       }
       right_.push_back(kernel);
@@ -381,99 +368,31 @@ class Runner {
   Workspace offsets_;
   Context ctx_;
   CudaLinear& linear_;
-  const LinearClock& clock_;
+  Tuner& tuner_;
   const Question* question_ = nullptr;
-  std::vector<LinearKernel> right_;  // of the question, the table's first
-  std::vector<std::string> wrong_;
-  std::map<LinearKernel, OwnGraph> graphs_;
+  std::vector<size_t> right_;  // kernels of the question, the table's first
+  std::map<size_t, OwnGraph> graphs_;
   int64_t num_x_ = 0;  // values of x_ that are filled
 };
 
-// Return the saved choice for a question. Null if there is none, or if the question has changed.
-const TunedChoice* FindSaved(const std::map<std::string, const TunedChoice*>& saved,
-                             const Question& question, LinearKernel* kernel) {
-  const auto found = saved.find(question.name());
-  if (found == saved.end() || found->second->table_kernel != NameOf(question.kernels[0])) {
-    return nullptr;
-  }
-  for (const LinearKernel candidate : question.kernels) {
-    if (found->second->kernel == NameOf(candidate)) {
-      *kernel = candidate;
-      return found->second;
-    }
-  }
-  return nullptr;
-}
-
-// Set the saved choices, and return the questions that have none.
-std::vector<Question> UseSaved(std::vector<Question> questions,
-                               const std::vector<TunedChoice>& choices, CudaLinear& linear,
-                               TuningResult* result) {
-  std::map<std::string, const TunedChoice*> saved;
-  for (const TunedChoice& choice : choices) {
-    saved[choice.question] = &choice;
-  }
-  std::vector<Question> open;
-  for (Question& question : questions) {
-    LinearKernel kernel = question.kernels[0];
-    if (const TunedChoice* choice = FindSaved(saved, question, &kernel); choice != nullptr) {
-      linear.choices().Set(question.stack(), question.bucket, kernel);
-      result->choices.push_back(*choice);
-    } else {
-      open.push_back(std::move(question));
-    }
-  }
-  return open;
-}
-
-std::vector<std::optional<TunerAnswer>> Measure(const std::vector<Question>& questions,
-                                                Runner& runner, const LinearClock& clock,
-                                                double max_seconds) {
-  std::vector<TunerQuestion> kernels;
-  for (const Question& question : questions) {
-    TunerQuestion& one = kernels.emplace_back();
-    for (const LinearKernel kernel : question.kernels) {
-      one.push_back(static_cast<int>(kernel));
-    }
-  }
-  const auto time = [&](size_t i, int kernel) {
-    return runner.Time(questions[i], static_cast<LinearKernel>(kernel));
-  };
-  return ChooseByTime(kernels, {time, clock.seconds}, max_seconds);
-}
-
 }  // namespace
 
-TuningResult TuneLinear(const Context& ctx, CudaLinear& linear, const TuningParams& params,
-                        const LinearClock& clock) {
+void TuneLinear(const Context& ctx, CudaLinear& linear, const std::vector<LayerToTune>& layers,
+                Tuner& tuner) {
   Check(!ctx.deterministic, "a deterministic device must not be tuned");
-  const LayersOfStack layers = FindStacks(params.layers);
-  TuningResult result;
-  const std::vector<Question> questions =
-      UseSaved(FindQuestions(layers, linear.machine(ctx)), params.saved, linear, &result);
-  std::vector<std::optional<TunerAnswer>> answers;
-  {
-    Runner runner(ctx, linear, clock);
-    answers = Measure(questions, runner, clock, params.max_seconds);
+  const LayersOfStack stacks = FindStacks(layers);
+  Runner runner(ctx, linear, tuner);
+  for (const Question& question : FindQuestions(stacks, linear.machine(ctx))) {
+    const std::optional<size_t> kernel =
+        tuner.Answer(question.names(), [&] { return runner.Measure(question); });
     runner.EndQuestion();
-    result.wrong = runner.wrong();
-  }
-  for (size_t i = 0; i < questions.size(); ++i) {
-    const Question& question = questions[i];
-    if (!answers[i].has_value()) {
-      ++result.num_left;
-      continue;
+    if (kernel.has_value()) {
+      linear.choices().Set(question.stack(), question.bucket, question.kernels[*kernel]);
     }
-    const auto kernel = static_cast<LinearKernel>(answers[i]->kernel);
-    linear.choices().Set(question.stack(), question.bucket, kernel);
-    result.choices.push_back({question.name(), NameOf(kernel), NameOf(question.kernels[0]),
-                              answers[i]->us, answers[i]->table_us});
-    ++result.num_measured;
   }
-  for (const LayerToTune& layer : params.layers) {
+  for (const LayerToTune& layer : layers) {
     linear.ForgetExperts(layer.parts.data());
   }
-  return result;
 }
 
 }  // namespace turbomind::cuda

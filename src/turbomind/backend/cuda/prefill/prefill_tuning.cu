@@ -8,7 +8,6 @@
 
 #include "turbomind/backend/cuda/prefill/prefill_launch.h"
 #include "turbomind/backend/cuda/prefill/prefill_tuning.h"
-#include "turbomind/backend/cuda/tuner/tuner.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/float_convert.h"
 
@@ -138,51 +137,37 @@ class Trial {
   PrefillParams params_;
 };
 
-std::optional<TunedChoice> FindSaved(const std::vector<TunedChoice>& saved,
-                                     const PrefillQuestion& question) {
-  const std::string mma = NameOf(PrefillProducts::kMma);
-  const auto found = std::ranges::find(saved, question.name(), &TunedChoice::question);
-  const bool is_known =
-      found != saved.end() && found->table_kernel == mma &&
-      (found->kernel == mma || found->kernel == NameOf(PrefillProducts::kWarpGroups));
-  return is_known ? std::optional(*found) : std::nullopt;
+TunerQuestion NamesOf(const PrefillQuestion& question) {
+  return {question.name(), {NameOf(PrefillProducts::kMma), NameOf(PrefillProducts::kWarpGroups)}};
 }
 
-// Return nothing if there is no such launch, or if the results are wrong.
-std::optional<TunedChoice> Choose(const Context& ctx, const PrefillQuestion& question,
-                                  const PrefillClock& clock, TuningResult* result) {
-  if (!HasLaunch(ctx, question)) {
-    return std::nullopt;
-  }
+// Return nothing if the results are wrong.
+std::optional<TunerAnswer> Measure(const Context& ctx, const PrefillQuestion& question,
+                                   Tuner& tuner) {
+  const TunerQuestion names = NamesOf(question);
   Trial trial(ctx, question);
   if (!AreRowsClose(trial.Results(PrefillProducts::kWarpGroups),
                     trial.Results(PrefillProducts::kMma), question.head_dim, kMaxDifference)) {
-    result->wrong.push_back(NameOf(PrefillProducts::kWarpGroups) + (" for " + question.name()));
+    tuner.AddWrong(names, 1);
     return std::nullopt;
   }
-  const auto us = [&](size_t, int kernel) -> std::optional<double> {
-    const auto products = static_cast<PrefillProducts>(kernel);
+  return ChooseByTime({0, 1}, [&](size_t kernel) -> std::optional<double> {
+    const auto products = kernel == 0 ? PrefillProducts::kMma : PrefillProducts::kWarpGroups;
     trial.Run(products);  // while it runs, the host queues the launch that is timed
-    return clock.time(question, products, [&] { trial.Run(products); });
-  };
-  const auto no_clock = [] { return 0.; };
-  constexpr int kTable = static_cast<int>(PrefillProducts::kMma);
-  constexpr int kOther = static_cast<int>(PrefillProducts::kWarpGroups);
-  const TunerAnswer answer = *ChooseByTime({{kTable, kOther}}, {us, no_clock}, 1)[0];
-  return TunedChoice{question.name(), NameOf(static_cast<PrefillProducts>(answer.kernel)),
-                     NameOf(PrefillProducts::kMma), answer.us, answer.table_us};
+    return tuner.Time(names, kernel, [&] { trial.Run(products); });
+  });
 }
 
 }  // namespace
 
-void TunePrefill(const Context& ctx, PrefillChoices& choices, const TuningParams& params,
-                 const PrefillClock& clock, TuningResult* result) {
+void TunePrefill(const Context& ctx, PrefillChoices& choices,
+                 const std::vector<AttentionToTune>& all, Tuner& tuner) {
   Check(!ctx.deterministic, "a deterministic device must not be tuned");
   if (!ctx.has_warp_groups) {
     return;
   }
   std::set<PrefillQuestion> questions;
-  for (const AttentionToTune& attention : params.attention) {
+  for (const AttentionToTune& attention : all) {
     const int head_dim = attention.layers.layout.config().head_dim;
     if (attention.layers.layout.config().rotary_dim > 0) {
       continue;  // latents have a kernel of their own
@@ -195,24 +180,12 @@ void TunePrefill(const Context& ctx, PrefillChoices& choices, const TuningParams
     }
   }
   for (const PrefillQuestion& question : questions) {
-    std::optional<TunedChoice> choice = FindSaved(params.saved, question);
-    if (!choice.has_value() && clock.seconds() >= clock.deadline) {
-      ++result->num_left;
+    if (!HasLaunch(ctx, question)) {
       continue;
     }
-    if (!choice.has_value()) {
-      try {
-        choice = Choose(ctx, question, clock, result);
-      } catch (const OutOfMemory&) {
-        ++result->num_left;
-      }
-      result->num_measured += choice.has_value() ? 1 : 0;
-    }
-    if (choice.has_value()) {
-      const bool is_mma = choice->kernel == NameOf(PrefillProducts::kMma);
-      choices.Set(question, is_mma ? PrefillProducts::kMma : PrefillProducts::kWarpGroups);
-      result->choices.push_back(*choice);
-    }
+    const std::optional<size_t> kernel =
+        tuner.Answer(NamesOf(question), [&] { return Measure(ctx, question, tuner); });
+    choices.Set(question, kernel == 1 ? PrefillProducts::kWarpGroups : PrefillProducts::kMma);
   }
 }
 

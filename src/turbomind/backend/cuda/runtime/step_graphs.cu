@@ -4,7 +4,7 @@
 
 namespace turbomind::cuda {
 
-Graph RecordGraph(Stream stream, FunctionRef<void()> ops) {
+OwnGraph RecordGraph(Stream stream, FunctionRef<void()> ops) {
   BeginCapture(stream);
   try {
     ops();
@@ -15,7 +15,7 @@ Graph RecordGraph(Stream stream, FunctionRef<void()> ops) {
     }
     throw;
   }
-  return EndCapture(stream);
+  return OwnGraph(EndCapture(stream));
 }
 
 // Add an entry for a shape that is seen for the first time. If the table is full, drop the entry
@@ -59,7 +59,7 @@ void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& gener
   found->last_step = num_steps_;
   if (found->graph == nullptr) {
     try {
-      found->graph.reset(RecordGraph(stream_, ops));
+      found->graph = RecordGraph(stream_, ops);
       LaunchGraph(found->graph.get(), stream_);
       ++num_recorded_;
     } catch (const OutOfMemory&) {

@@ -14,8 +14,13 @@
 
 namespace turbomind::cuda {
 
+struct GraphDeleter {
+  void operator()(Graph graph) const noexcept { DestroyGraph(graph); }
+};
+using OwnGraph = std::unique_ptr<CUgraphExec_st, GraphDeleter>;
+
 // Record the work that `ops` queues on the stream. If `ops` throws, the stream records no longer.
-Graph RecordGraph(Stream stream, FunctionRef<void()> ops);
+OwnGraph RecordGraph(Stream stream, FunctionRef<void()> ops);
 
 // Invariant: a graph is replayed only while every address in it is valid. That holds while
 // `generations` (of the step's arrays, the workspace and everything else that ops keep) equals the
@@ -43,12 +48,9 @@ class StepGraphs {
   int num_replayed() const { return num_replayed_; }
 
  private:
-  struct Destroy {
-    void operator()(Graph graph) const noexcept { DestroyGraph(graph); }
-  };
   struct Entry {
     StepShape shape;
-    std::unique_ptr<CUgraphExec_st, Destroy> graph = {};  // null: seen once
+    OwnGraph graph = {};  // null: seen once
     int64_t last_step = 0;
   };
 

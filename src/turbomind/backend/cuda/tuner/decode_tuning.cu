@@ -9,7 +9,6 @@
 #include "turbomind/backend/cuda/decode/decode_variants.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/backend/cuda/tuner/decode_tuning.h"
-#include "turbomind/backend/cuda/tuner/tuner.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
@@ -65,9 +64,9 @@ struct Question {
 };
 
 // Return the questions, one for each DecodeUse.
-std::vector<Question> QuestionsFor(const TuningParams& params) {
+std::vector<Question> QuestionsFor(const std::vector<AttentionToTune>& all) {
   std::vector<Question> questions;
-  for (const AttentionToTune& attention : params.attention) {
+  for (const AttentionToTune& attention : all) {
     if (attention.layers.layout.config().rotary_dim > 0) {
       continue;  // latents have kernels of their own
     }
@@ -107,6 +106,14 @@ std::vector<DecodeSchedule> SchedulesFor(const Context& ctx, const Question& que
     }
   }
   return schedules;
+}
+
+TunerQuestion NamesOf(const Question& question, const std::vector<DecodeSchedule>& schedules) {
+  TunerQuestion names = {question.name(), {}};
+  for (const DecodeSchedule& schedule : schedules) {
+    names.kernels.push_back(NameOf(schedule));
+  }
+  return names;
 }
 
 struct GpuMemoryDeleter {
@@ -233,11 +240,11 @@ class Runner {
   void Record(const DecodeSchedule& schedule) {
     Plan(schedule);
     Call(0);  // allocates, which a recording must not
-    graph_.reset(RecordGraph(ctx_.stream, [&] {
+    graph_ = RecordGraph(ctx_.stream, [&] {
       for (int64_t call = 0; call < kMaxCalls; ++call) {
         Call(call);
       }
-    }));
+    });
   }
   void Run() { LaunchGraph(graph_.get(), ctx_.stream); }
   // Return the results of the last recorded call. The graph runs twice, to show what the first run
@@ -256,10 +263,6 @@ class Runner {
   }
 
  private:
-  struct Destroy {
-    void operator()(Graph graph) const noexcept { DestroyGraph(graph); }
-  };
-
   int block_seq_len() const { return question_.attention->layers.layout.config().block_seq_len; }
   int64_t num_blocks() const { return question_.num_seqs() * blocks_per_seq_; }
   size_t num_values() const {
@@ -319,83 +322,46 @@ class Runner {
   std::vector<int32_t> lens_;
   GpuBytes q_;
   GpuBytes out_;
-  std::unique_ptr<CUgraphExec_st, Destroy> graph_;
+  OwnGraph graph_;
 };
 
-// Measures the questions that `saved` does not answer.
-class DecodeTuner {
- public:
-  DecodeTuner(const Context& ctx, const DecodeClock& clock, TuningResult* result)
-      : ctx_(ctx), clock_(clock), result_(*result) {}
-
-  // Return the schedule that a saved choice names, if it still is one of `schedules`.
-  static std::optional<DecodeSchedule> FindSaved(const std::vector<TunedChoice>& saved,
-                                                 const std::string& name,
-                                                 const std::vector<DecodeSchedule>& schedules) {
-    const auto choice = std::ranges::find(saved, name, &TunedChoice::question);
-    if (choice == saved.end() || choice->table_kernel != NameOf(schedules[0])) {
-      return std::nullopt;
-    }
-    const auto schedule =
-        std::ranges::find(schedules, choice->kernel, [](const auto& s) { return NameOf(s); });
-    return schedule == schedules.end() ? std::nullopt : std::optional(*schedule);
-  }
-
-  // Return nothing if memory is full, or if the results of the table's schedule are not finite.
-  std::optional<TunedChoice> Measure(const Question& question,
-                                     const std::vector<DecodeSchedule>& schedules) {
-    try {
-      Runner runner(ctx_, question);
-      const std::vector<int> right = FindRight(question, schedules, &runner);
-      if (right.empty()) {
-        return std::nullopt;
-      }
-      const auto us = [&](size_t, int i) -> std::optional<double> {
-        const DecodeSchedule& schedule = schedules[static_cast<size_t>(i)];
-        runner.Record(schedule);
-        runner.Run();  // while it runs, the host queues the one that is timed
-        return clock_.time(question.name(), NameOf(schedule), [&] { runner.Run(); }) /
-               static_cast<double>(kMaxCalls);
-      };
-      const auto no_clock = [] { return 0.; };
-      const std::optional<TunerAnswer> answer = ChooseByTime({right}, {us, no_clock}, 1)[0];
-      if (!answer.has_value()) {
-        return std::nullopt;
-      }
-      return TunedChoice{question.name(), NameOf(schedules[static_cast<size_t>(answer->kernel)]),
-                         NameOf(schedules[0]), answer->us, answer->table_us};
-    } catch (const OutOfMemory&) {
-      return std::nullopt;
+// Return the schedules with close results, none if those of the table's are not finite. Each GPU
+// checks them, because it may be of a kind that has never run them.
+std::vector<size_t> FindRight(const TunerQuestion& names,
+                              const std::vector<DecodeSchedule>& schedules, int head_dim,
+                              Runner& runner, Tuner& tuner) {
+  std::vector<size_t> right;
+  std::vector<float> want;
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    runner.Record(schedules[i]);
+    const std::vector<float> got = runner.Results();
+    want = i == 0 ? got : want;
+    if (AreRowsClose(got, want, head_dim, kMaxDifference)) {
+      right.push_back(i);
+    } else if (i == 0) {
+      return {};
+    } else {
+      tuner.AddWrong(names, i);
     }
   }
+  return right;
+}
 
- private:
-  // Return the schedules with close results, none if those of the table's are not finite. Each GPU
-  // checks them, because it may be of a kind that has never run them.
-  std::vector<int> FindRight(const Question& question, const std::vector<DecodeSchedule>& schedules,
-                             Runner* runner) {
-    std::vector<int> right;
-    std::vector<float> want;
-    for (size_t i = 0; i < schedules.size(); ++i) {
-      runner->Record(schedules[i]);
-      const std::vector<float> got = runner->Results();
-      want = i == 0 ? got : want;
-      const int head_dim = question.attention->layers.layout.config().head_dim;
-      if (AreRowsClose(got, want, head_dim, kMaxDifference)) {
-        right.push_back(static_cast<int>(i));
-      } else if (i == 0) {
-        return {};
-      } else {
-        result_.wrong.push_back(NameOf(schedules[i]) + " for " + question.name());
-      }
-    }
-    return right;
+std::optional<TunerAnswer> Measure(const Context& ctx, const Question& question,
+                                   const std::vector<DecodeSchedule>& schedules, Tuner& tuner) {
+  const TunerQuestion names = NamesOf(question, schedules);
+  Runner runner(ctx, question);
+  const int head_dim = question.attention->layers.layout.config().head_dim;
+  const std::vector<size_t> right = FindRight(names, schedules, head_dim, runner, tuner);
+  if (right.empty()) {
+    return std::nullopt;
   }
-
-  const Context& ctx_;
-  const DecodeClock& clock_;
-  TuningResult& result_;
-};
+  return ChooseByTime(right, [&](size_t i) -> std::optional<double> {
+    runner.Record(schedules[i]);
+    runner.Run();  // while it runs, the host queues the one that is timed
+    return tuner.Time(names, i, [&] { runner.Run(); }) / static_cast<double>(kMaxCalls);
+  });
+}
 
 }  // namespace
 
@@ -405,30 +371,14 @@ std::string NameOf(const DecodeSchedule& schedule) {
          (schedule.last_merges ? ", last block merges" : "");
 }
 
-void TuneDecode(const Context& ctx, DecodePlanner& planner, const TuningParams& params,
-                const DecodeClock& clock, TuningResult* result) {
+void TuneDecode(const Context& ctx, DecodePlanner& planner, const std::vector<AttentionToTune>& all,
+                Tuner& tuner) {
   Check(!ctx.deterministic, "a deterministic device must not be tuned");
-  DecodeTuner tuner(ctx, clock, result);
-  for (const Question& question : QuestionsFor(params)) {
+  for (const Question& question : QuestionsFor(all)) {
     const std::vector<DecodeSchedule> schedules = SchedulesFor(ctx, question);
-    const std::string name = question.name();
-    std::optional<DecodeSchedule> schedule = DecodeTuner::FindSaved(params.saved, name, schedules);
-    if (schedule.has_value()) {
-      result->choices.push_back(*std::ranges::find(params.saved, name, &TunedChoice::question));
-    } else {
-      std::optional<TunedChoice> choice;
-      if (clock.seconds() < clock.deadline) {
-        choice = tuner.Measure(question, schedules);
-      }
-      if (!choice.has_value()) {
-        ++result->num_left;
-        continue;
-      }
-      ++result->num_measured;
-      schedule = DecodeTuner::FindSaved({*choice}, name, schedules);
-      result->choices.push_back(*std::move(choice));
-    }
-    planner.Use(question.use(), *schedule);
+    const std::optional<size_t> schedule = tuner.Answer(
+        NamesOf(question, schedules), [&] { return Measure(ctx, question, schedules, tuner); });
+    planner.Use(question.use(), schedules[schedule.value_or(0)]);
   }
 }
 

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -8,7 +7,6 @@
 #include "turbomind/backend/cuda/dense/dense_ops.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/backend/cuda/tuner/overlap_tuning.h"
-#include "turbomind/backend/cuda/tuner/tuner.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind::cuda {
@@ -27,13 +25,13 @@ class Chain {
   void Record(bool overlap) {
     Reset();
     OverlapLaunches(ctx_.stream, overlap);
-    graph_.reset(RecordGraph(ctx_.stream, [&] {
+    graph_ = RecordGraph(ctx_.stream, [&] {
       for (int i = 0; i < kRounds; ++i) {
         CudaNorm(ctx_, {.x = x(), .weight = weight(), .out = x(), .num_rows = 1, .dim = 2 * kDim});
         CudaGatedActivation(ctx_, {.gate_up = x(), .out = y(), .num_rows = 1, .dim = kDim});
         CudaAdd(ctx_, {.x = y(), .out = x(), .count = kDim, .scale = 0.5f});
       }
-    }));
+    });
   }
   void Run() { LaunchGraph(graph_.get(), ctx_.stream); }
 
@@ -64,56 +62,37 @@ class Chain {
     Synchronize(ctx_.stream);
   }
 
-  struct Destroy {
-    void operator()(Graph graph) const noexcept { DestroyGraph(graph); }
-  };
   const Context& ctx_;
   std::unique_ptr<void, void (*)(void*)> memory_;
-  std::unique_ptr<CUgraphExec_st, Destroy> graph_;
+  OwnGraph graph_;
 };
 
-std::optional<TunedChoice> FindSaved(const std::vector<TunedChoice>& saved) {
-  const auto found = std::ranges::find(saved, kOverlapQuestion, &TunedChoice::question);
-  const bool is_known = found != saved.end() && found->table_kernel == kOrdered &&
-                        (found->kernel == kOrdered || found->kernel == kOverlapped);
-  return is_known ? std::optional(*found) : std::nullopt;
-}
-
-// Return nothing if the results are wrong, so that the next start measures again.
-std::optional<TunedChoice> Choose(const Context& ctx, OverlapClock time, TuningResult* result) {
+// Return nothing if the results are wrong.
+std::optional<TunerAnswer> Measure(const Context& ctx, const TunerQuestion& question,
+                                   Tuner& tuner) {
   Chain ordered(ctx);
   Chain overlapped(ctx);
   ordered.Record(false);
   overlapped.Record(true);
   if (ordered.Result() != overlapped.Result()) {
-    result->wrong.push_back(std::string(kOverlapped) + " for " + kOverlapQuestion);
+    tuner.AddWrong(question, 1);
     return std::nullopt;
   }
-  const auto us = [&](size_t, int kernel) -> std::optional<double> {
+  return ChooseByTime({0, 1}, [&](size_t kernel) -> std::optional<double> {
     Chain& chain = kernel == 0 ? ordered : overlapped;
     chain.Run();  // while it runs, the host queues the one that is timed
-    return time(kernel == 0 ? kOrdered : kOverlapped, [&] { chain.Run(); });
-  };
-  const auto no_clock = [] { return 0.; };
-  const TunerAnswer answer = *ChooseByTime({{0, 1}}, {us, no_clock}, 1)[0];
-  return TunedChoice{kOverlapQuestion, answer.kernel == 0 ? kOrdered : kOverlapped, kOrdered,
-                     answer.us, answer.table_us};
+    return tuner.Time(question, kernel, [&] { chain.Run(); });
+  });
 }
 
 }  // namespace
 
-void TuneOverlap(const Context& ctx, const std::vector<TunedChoice>& saved, OverlapClock time,
-                 TuningResult* result) {
+void TuneOverlap(const Context& ctx, Tuner& tuner) {
   Check(!ctx.deterministic, "a deterministic device must not be tuned");
-  std::optional<TunedChoice> choice = FindSaved(saved);
-  if (!choice.has_value()) {
-    choice = Choose(ctx, time, result);
-    result->num_measured += choice.has_value() ? 1 : 0;
-  }
-  OverlapLaunches(ctx.stream, choice.has_value() && choice->kernel == kOverlapped);
-  if (choice.has_value()) {
-    result->choices.push_back(*choice);
-  }
+  const TunerQuestion question = {kOverlapQuestion, {kOrdered, kOverlapped}};
+  const std::optional<size_t> kernel =
+      tuner.Answer(question, [&] { return Measure(ctx, question, tuner); });
+  OverlapLaunches(ctx.stream, kernel == 1);
 }
 
 }  // namespace turbomind::cuda

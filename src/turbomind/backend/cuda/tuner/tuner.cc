@@ -2,12 +2,14 @@
 
 #include <algorithm>
 
+#include "turbomind/core/check.h"
+
 namespace turbomind::cuda {
 namespace {
 
 // The times of one kernel, one for each round in which it ran.
 struct Timed {
-  int kernel;
+  size_t kernel;
   std::vector<double> rounds;
 
   double Median() const {
@@ -18,12 +20,14 @@ struct Timed {
   }
 };
 
-std::optional<TunerAnswer> Answer(size_t index, const TunerQuestion& question,
-                                  const TunerClock& clock) {
+}  // namespace
+
+std::optional<TunerAnswer> ChooseByTime(const std::vector<size_t>& kernels,
+                                        FunctionRef<std::optional<double>(size_t kernel)> time) {
   std::vector<Timed> all;
   double fastest = 0;
-  for (const int kernel : question) {
-    const std::optional<double> us = clock.time(index, kernel);
+  for (const size_t kernel : kernels) {
+    const std::optional<double> us = time(kernel);
     if (us.has_value()) {
       fastest = all.empty() ? *us : std::min(fastest, *us);
       all.push_back({kernel, {*us}});
@@ -35,7 +39,7 @@ std::optional<TunerAnswer> Answer(size_t index, const TunerQuestion& question,
   for (int round = 1; round < kTunerRounds; ++round) {
     for (Timed& timed : all) {
       if (timed.rounds[0] <= kHopelessRatio * fastest) {
-        timed.rounds.push_back(clock.time(index, timed.kernel).value_or(timed.rounds[0]));
+        timed.rounds.push_back(time(timed.kernel).value_or(timed.rounds[0]));
       }
     }
   }
@@ -49,16 +53,32 @@ std::optional<TunerAnswer> Answer(size_t index, const TunerQuestion& question,
   return TunerAnswer{all[0].kernel, table_us, table_us};
 }
 
-}  // namespace
-
-std::vector<std::optional<TunerAnswer>> ChooseByTime(const std::vector<TunerQuestion>& questions,
-                                                     const TunerClock& clock, double max_seconds) {
-  std::vector<std::optional<TunerAnswer>> answers(questions.size());
-  const double begin = clock.seconds();
-  for (size_t i = 0; i < questions.size() && clock.seconds() - begin < max_seconds; ++i) {
-    answers[i] = Answer(i, questions[i], clock);
+std::optional<size_t> Tuner::Answer(const TunerQuestion& question,
+                                    FunctionRef<std::optional<TunerAnswer>()> measure) {
+  const std::vector<std::string>& kernels = question.kernels;
+  const auto saved = std::ranges::find(saved_, question.name, &TunedChoice::question);
+  if (saved != saved_.end() && saved->table_kernel == kernels[0]) {
+    const auto kernel = std::ranges::find(kernels, saved->kernel);
+    if (kernel != kernels.end()) {
+      result_.choices.push_back(*saved);
+      return static_cast<size_t>(kernel - kernels.begin());
+    }
   }
-  return answers;
+  std::optional<TunerAnswer> answer;
+  if (clock_.seconds() < clock_.deadline) {
+    try {
+      answer = measure();
+    } catch (const OutOfMemory&) {
+    }
+  }
+  if (!answer.has_value()) {
+    ++result_.num_left;
+    return std::nullopt;
+  }
+  ++result_.num_measured;
+  result_.choices.push_back(
+      {question.name, kernels[answer->kernel], kernels[0], answer->us, answer->table_us});
+  return answer->kernel;
 }
 
 bool AreRowsClose(std::span<const float> got, std::span<const float> want, int size,
