@@ -2,12 +2,14 @@
 
 #include <doctest/doctest.h>
 
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include "cpu/linear_suite.h"
 #include "cuda/linear_call.h"
 #include "cuda/linear_gpu.h"
+#include "turbomind/core/check.h"
 
 namespace turbomind::cuda {
 namespace {
@@ -18,6 +20,7 @@ struct Shape {
   int64_t cols = 128;
   int heads = 3;
   int rows = 1;
+  bool starts_full = false;  // the first call finds no memory
 };
 
 void CheckHeads(const Shape& s) {
@@ -58,6 +61,11 @@ void CheckHeads(const Shape& s) {
                                    .heads = heads.data(),
                                    .num_heads = s.heads,
                                    .num_rows = s.rows};
+  if (s.starts_full && gpu.ctx.gpu.name == "shim") {
+    setenv("CUDA_SHIM_FAULT", "memory=0", 1);
+    CHECK_THROWS_AS(gpu.linear.HeadLinear(gpu.ctx, params), OutOfMemory);
+    unsetenv("CUDA_SHIM_FAULT");
+  }
   gpu.linear.HeadLinear(gpu.ctx, params);
   CHECK(testing::SameBits(got.Read(), want.Read()));
   // The first heads of the array alone have a table of their own.
@@ -84,7 +92,7 @@ TEST_CASE("the matrices of all heads in one launch give the bits of Linear") {
     }
   }
   CheckHeads({.cols = 48, .heads = 20, .rows = 5});  // columns are padded
-  CheckHeads({.cols = 48, .heads = 2, .rows = 70});
+  CheckHeads({.cols = 48, .heads = 2, .rows = 70, .starts_full = true});
   CheckHeads({.outputs = 16, .cols = 32, .heads = 2, .rows = 300});  // a launch for each head
 }
 

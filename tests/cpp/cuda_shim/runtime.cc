@@ -199,14 +199,16 @@ int CurrentGpu() { return current_gpu; }
 
 MemoryInfo GpuMemory() {
   Wait("cudaMemGetInfo");
-  return {MemoryBytes() - TheGpu().used_bytes, MemoryBytes()};
+  const size_t bytes = MemoryBytes();
+  return {bytes - std::min(bytes, TheGpu().used_bytes), bytes};
 }
 
 void* AllocateGpu(size_t num_bytes) {
   Wait("cudaMalloc");
   Gpu& gpu = TheGpu();
-  if (num_bytes > MemoryBytes() - gpu.used_bytes) {
-    throw GpuIsFull(num_bytes, MemoryBytes() - gpu.used_bytes);
+  const size_t free_bytes = GpuMemory().free_bytes;
+  if (num_bytes > free_bytes) {
+    throw GpuIsFull(num_bytes, free_bytes);
   }
   void* memory = Allocate(num_bytes);
   std::memset(memory, Fault("idle") ? 0 : kPoison, std::min(num_bytes, kMaxPoisonedBytes));

@@ -526,10 +526,11 @@ void CudaLinear::GroupedGate(const Context& ctx, const GroupedGateParams& params
 
 const CudaLinear::HeadRows& CudaLinear::RowsOf(const Context& ctx, int num_heads, int num_rows,
                                                int x_step) {
-  HeadRows& rows = head_rows_[{num_heads, num_rows, x_step}];
-  if (rows.gpu != nullptr) {
-    return rows;
+  const std::array<int, 3> key = {num_heads, num_rows, x_step};
+  if (const auto found = head_rows_.find(key); found != head_rows_.end()) {
+    return found->second;
   }
+  HeadRows rows;
   for (int head = 0; head < num_heads; ++head) {
     for (int row = 0; row < num_rows; ++row) {
       rows.host.push_back(row * x_step + head);
@@ -540,8 +541,9 @@ const CudaLinear::HeadRows& CudaLinear::RowsOf(const Context& ctx, int num_heads
   }
   const size_t bytes = rows.host.size() * sizeof(int32_t);
   rows.gpu = static_cast<int32_t*>(AllocateGpu(bytes));
-  CopyBytes(rows.gpu, rows.host.data(), bytes, ctx.stream);
-  return rows;
+  const HeadRows& kept = head_rows_[key] = std::move(rows);
+  CopyBytes(kept.gpu, kept.host.data(), bytes, ctx.stream);
+  return kept;
 }
 
 void CudaLinear::HeadLinear(const Context& ctx, const HeadLinearParams& params) {
