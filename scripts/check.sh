@@ -5,7 +5,7 @@
 # tests are counted.
 #
 #   scripts/check.sh                 all steps
-#   scripts/check.sh ruff mypy …     only these
+#   scripts/check.sh ruff mypy …     only these, also asan and tsan with all their tests
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -186,14 +186,22 @@ run_sanitized() {
       -R "^($folders)/"
 }
 
-# Each commit runs one half.
 step_asan() {
-  local halves=('core|kv|ops|profile|model|kvx|kv_cache' 'cpu|engine')
   ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    run_sanitized asan address,undefined "${ASAN_FOLDERS:-${halves[$(turn) / 2 % 2]}}"
+    run_sanitized asan address,undefined \
+    "${ASAN_FOLDERS:-core|kv|ops|profile|model|kvx|kv_cache|cpu|engine}"
 }
 
 step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engine|kvx'; }
+
+# Each commit runs a third of the tests with sanitizers.
+step_sanitizers() {
+  case $(($(turn) % 3)) in
+    0) ASAN_FOLDERS='core|kv|ops|profile|model|kvx|kv_cache' step_asan ;;
+    1) ASAN_FOLDERS='cpu|engine' step_asan ;;
+    2) step_tsan ;;
+  esac
+}
 
 step_wheel() {
   local folder="$BUILD_ROOT/wheel" wheel bytes missing
@@ -216,7 +224,7 @@ from lmdeploy.kvx import include_folder, library
 assert library() and (include_folder() / "kvx/kvx_abi.h").is_relative_to(Path.cwd())')
 }
 
-readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest mutations cuda pytest pytest_isas clang_tidy asan tsan wheel)
+readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest mutations cuda pytest pytest_isas clang_tidy sanitizers wheel)
 steps=("$@")
 [ $# -gt 0 ] || steps=("${ALL_STEPS[@]}")
 for step in "${steps[@]}"; do
