@@ -24,7 +24,7 @@ struct KvCalibration {
 
 // Quality options in addition to the KV format (docs/kv_cache.md, "Presets"). All off: `raw`.
 struct KvQuality {
-  bool rotate_k = false;
+  bool rotate_k = false;       // or the latents, in a model that has them
   bool search_scales = false;  // FP4
   PrecisionWindowTokens window16;
   KvCacheMode window_format = KvCacheMode::kNone;  // as KvCacheConfig

@@ -14,7 +14,16 @@ enum class KvSide : int { kK = 0, kV = 1 };
 
 // Returns the number of values that one Hadamard rotation mixes: the largest power of two that
 // divides head_dim.
-inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
+TM_HD constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
+
+// Returns 1 / sqrt(size), rounded to float. REQUIRES: size is a power of two.
+TM_HD constexpr float RotationNorm(int size) {
+  float norm = 1.f;
+  for (; size >= 4; size /= 4) {
+    norm *= 0.5f;
+  }
+  return size == 2 ? norm * 0.70710678f : norm;
+}
 
 // The largest head_dim of attention. A device may have fewer kernels (Device::RequireAttention).
 inline constexpr int kMaxHeadDim = 512;

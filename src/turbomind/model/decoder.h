@@ -27,7 +27,7 @@ struct DecoderConfig {
   StateView states = {};
   StateView checkpoints = {};
   StateFormat checkpoint_format = StateFormat::kF32;
-  bool rotate_k = false;
+  bool rotate_k = false;  // or the latents
   bool search_scales = false;
   int max_positions = 0;  // of a sequence; needed by a bias of K beside K offsets
   StepLimits limits;      // removes_mean is also set if a layer has k_mean

@@ -2,7 +2,7 @@
 
 // The rotation of K on the host.
 
-#include <cmath>
+#include "turbomind/kv/layout.h"
 
 namespace turbomind {
 
@@ -19,7 +19,7 @@ inline void RotateRun(float* x, int size) {
       }
     }
   }
-  const auto norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+  const float norm = RotationNorm(size);
   for (int i = 0; i < size; ++i) {
     x[i] *= norm;
   }

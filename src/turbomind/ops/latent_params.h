@@ -14,7 +14,8 @@
 namespace turbomind {
 
 // Applies RoPE to the rotary part of each query and each row, in place, and stores the rows. They
-// are rounded to the cache dtype and quantized as K and V are.
+// are rounded to the cache dtype and quantized as K and V are. Whether `rows` then have rotated
+// latents is the device's choice.
 struct WriteLatentsParams {
   float* q = nullptr;     // [num_tokens, q_heads, nope_dim + rotary_dim]
   float* rows = nullptr;  // [num_tokens, rank + rotary_dim]: the normalized latent, the rotary part
@@ -23,7 +24,9 @@ struct WriteLatentsParams {
   const float* rope_cos = nullptr;  // [num_tokens, rotary_dim / 2]
   const float* rope_sin = nullptr;  // same
   bool interleaved = false;         // rotate pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
-  bool search_scales = false;       // as in WriteKvParams, with the following
+  // Store latents after a normalized Hadamard rotation, in runs of RotationSize(rank).
+  bool rotate = false;
+  bool search_scales = false;  // as in WriteKvParams, with the following
   KvLayerView kv;
   KvLayerView window16 = {};
   BatchView batch;
@@ -48,9 +51,10 @@ struct HeadLinearParams {
 // Attention of new tokens over the latents, their own included, read back as stored:
 //   score = softmax_scale * (q · latent + q_rotary · rotary part)
 //   out   = the sum of the latents, weighted by the softmax
-// Splits and tiles of positions are those of AttentionParams, and so are the views of a layer with
-// a 16-bit window. Decoding sequences and prompts have one arithmetic. With `exact`, it is FP32.
-// Without, latents in FP4 are multiplied in integers (backend/cpu/isa/attention).
+// With `rotate`, both formulas are of the latents before their rotation: q is rotated too, and the
+// sum back. Splits and tiles of positions are those of AttentionParams, and so are the views of a
+// layer with a 16-bit window. Decoding sequences and prompts have one arithmetic. With `exact`, it
+// is FP32. Without, latents in FP4 are multiplied in integers (backend/cpu/isa/attention).
 struct LatentAttentionParams {
   const float* q = nullptr;         // [num_tokens, q_heads, rank], absorbed
   int64_t q_stride = 0;             // floats between tokens
@@ -60,6 +64,7 @@ struct LatentAttentionParams {
   float* out = nullptr;  // [num_tokens, q_heads, rank], rows q_stride floats apart
   int q_heads = 0;
   float softmax_scale = 1.f;
+  bool rotate = false;  // as in WriteLatentsParams
   bool exact = false;
   KvLayerView kv;
   KvLayerView window16 = {};

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -39,6 +40,7 @@ struct Case {
   KvCacheMode rotary_format = KvCacheMode::kNone;
   KvCacheMode window_format = KvCacheMode::kNone;
   bool exact = false;
+  bool rotate = false;
 };
 
 // A cache of one sequence whose blocks are poisoned up to the written rows.
@@ -116,6 +118,7 @@ class LatentCache {
                                  .q_heads = 1,
                                  .rope_cos = angles.data(),
                                  .rope_sin = angles.data(),
+                                 .rotate = case_.rotate,
                                  .kv = kv(),
                                  .window16 = window16(),
                                  .batch = batch.view,
@@ -171,6 +174,7 @@ std::vector<float> Attend(Device& device, LatentCache& cache, const Case& c, int
                                    .out = out.data() + begin * stride,
                                    .q_heads = c.heads,
                                    .softmax_scale = ScaleOf(c),
+                                   .rotate = c.rotate,
                                    .exact = c.exact,
                                    .kv = cache.kv(),
                                    .window16 = cache.window16(),
@@ -179,6 +183,19 @@ std::vector<float> Attend(Device& device, LatentCache& cache, const Case& c, int
     begin = end;
   }
   return out;
+}
+
+// Multiplies each run with the normalized Hadamard matrix, (-1)^popcount(i & j) / sqrt(size).
+void RotateBack(int size, std::vector<float>& x) {
+  const std::vector<float> from = x;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const size_t run = i / static_cast<size_t>(size) * static_cast<size_t>(size);
+    double sum = 0;
+    for (size_t j = 0; j < static_cast<size_t>(size); ++j) {
+      sum += std::popcount((i - run) & j) % 2 == 0 ? from[run + j] : -from[run + j];
+    }
+    x[i] = static_cast<float>(sum / std::sqrt(static_cast<double>(size)));
+  }
 }
 
 // Returns the largest error of the outputs, relative to the largest |v|.
@@ -202,6 +219,9 @@ double ErrorOf(Device& device, LatentCache& cache, const Case& c, const std::vec
                                 .window16 = cache.window16(),
                                 .rule = cache.rule(),
                                 .batch = batch.view});
+    if (c.rotate) {
+      RotateBack(c.rank == 192 ? 64 : c.rank, v);
+    }
     for (int head = 0; head < c.heads; ++head) {
       const int64_t row = int64_t{position} * c.heads + head;
       std::vector<double> weights;
@@ -248,6 +268,23 @@ std::vector<Case> Cases() {
                    .block_seq_len = 128,
                    .first = 297});
   cases.push_back({.format = KvCacheMode::kFp4Nv, .rotary_format = KvCacheMode::kInt8});
+  cases.push_back({.exact = true, .rotate = true});
+  cases.push_back({.heads = 5, .rank = 192, .rotary = 16, .first = 296, .rotate = true});
+  cases.push_back({.format = KvCacheMode::kFp4Mx,
+                   .rank = 512,
+                   .rotary = 64,
+                   .block_seq_len = 128,
+                   .first = 298,
+                   .rotate = true});
+  cases.push_back({.format = KvCacheMode::kFp4Nv,
+                   .heads = 20,
+                   .rank = 192,
+                   .block_seq_len = 16,
+                   .first = 290,
+                   .window16 = {64, 64},
+                   .window_format = KvCacheMode::kInt8,
+                   .exact = true,
+                   .rotate = true});
   return cases;
 }
 

@@ -226,10 +226,14 @@ std::vector<Setting> LatentSettings() {
   window16.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
   window16.prompts = {210, 3, 140};
   settings.push_back(window16);
+  Setting rotated = window16;
+  rotated.config.kv_quality.rotate_k = true;
+  settings.push_back(rotated);
   Setting rotary = window16;
   rotary.config.kv_layers = {{KvCacheMode::kInt8, KvCacheMode::kFp4Mx},
                              {KvCacheMode::kNone, KvCacheMode::kInt4}};
   rotary.config.kv_quality.window_format = KvCacheMode::kInt8;
+  rotary.config.kv_quality.rotate_k = true;
   settings.push_back(rotary);
   return settings;
 }

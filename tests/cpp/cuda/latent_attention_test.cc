@@ -7,6 +7,7 @@
 
 #include "cuda/latent_fixture.h"
 #include "turbomind/core/check.h"
+#include "turbomind/ops/hadamard.h"
 
 namespace turbomind::cuda::latent_step {
 namespace {
@@ -75,6 +76,7 @@ std::vector<float> Attend(Layer& layer, const Run& run) {
                                   .out = gpu.Upload(std::vector<float>(q.size(), NAN)),
                                   .q_heads = c.heads,
                                   .softmax_scale = ScaleOf(c),
+                                  .rotate = c.rotate,
                                   .kv = QuantizedView(layer, at),
                                   .window16 = Window16View(layer, at),
                                   .rule = layer.rule,
@@ -117,6 +119,7 @@ double ErrorOf(Layer& layer, const Run& run, const std::vector<float>& got) {
   std::vector<float> k(static_cast<size_t>(c.context * c.rotary));
   std::vector<float> v(static_cast<size_t>(c.context * c.rank));
   const BatchArrays arrays(layer, run.chunks);
+  const int size = c.rank == 192 || c.rank == 320 ? 64 : c.rank == 272 ? 16 : c.rank;
   double error = 0;
   double norm = 0;
   for (size_t token = 0; token < arrays.positions.size(); ++token) {
@@ -129,6 +132,9 @@ double ErrorOf(Layer& layer, const Run& run, const std::vector<float>& got) {
                      .window16 = Window16View(layer, OnHost(layer)),
                      .rule = layer.rule,
                      .batch = one.View(1)});
+    for (size_t i = 0; c.rotate && i < v.size(); i += static_cast<size_t>(size)) {
+      RotateRun(v.data() + i, size);
+    }
     for (const int head : std::set<int>{0, c.heads / 3, c.heads / 2, c.heads - 1}) {
       const int64_t row = int64_t{position} * c.heads + head;
       const std::vector<double> want =
@@ -213,6 +219,26 @@ TEST_CASE("prompts and drafts over latents equal FP64, whole and in parts") {
     }
   }
   Check({.format = kFp4Nv, .heads = 128}, {.chunks = {{270, 274}}, .num_sms = 40});
+}
+
+TEST_CASE("queries and sums are rotated as the latents are") {
+  unsigned next = 0;
+  for (const int rank : {16, 64, 192, 256, 272, 320, 512}) {
+    for (const KvCacheMode format : {kNone, kFp4Mx}) {
+      const Case c = {.format = format,
+                      .heads = next++ % 2 == 0 ? 20 : 3,
+                      .rank = rank,
+                      .block_seq_len = 16,
+                      .context = 100,
+                      .window16 = {0, format == kNone ? -1 : 64},
+                      .rotate = true};
+      Check(c, {.chunks = {{99, 100}, {30, 31}}, .num_decode = 2, .num_sms = 8});
+      Check(c, {.chunks = {{90, 91}, {3, 9}}, .num_decode = 1, .num_sms = 1});
+      Check(c, {.chunks = {{99, 100}, {94, 99}}, .num_sms = 2, .deterministic = true});
+    }
+  }
+  Check({.format = kFp4Nv, .heads = 20, .context = 600, .rotate = true},
+        {.chunks = {{590, 594}}, .num_sms = 40});  // in parts
 }
 
 TEST_CASE("queries read 16-bit blocks and quantized ones as the rule says") {

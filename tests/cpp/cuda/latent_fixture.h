@@ -40,17 +40,18 @@ struct Case {
   PrecisionWindowTokens window16 = {};
   KvCacheMode window_format = kNone;
   bool interleaved = false;
+  bool rotate = false;
   bool search = false;
   float global_scale = 1.f;  // of the latents; twice as much for the rotary part
   float softmax_factor = 1.f;
-  bool hard = false;  // rows of all magnitudes, with NaN and infinities
+  bool hard = false;  // rows of all magnitudes, with NaN and infinities unless they are rotated
 };
 
 inline std::string Describe(const Case& c) {
   return std::string(ToString(c.format)) + " beside " + ToString(c.rotary_format) + ", " +
          ToString(c.dtype) + ", " + std::to_string(c.heads) + " heads, rank " +
          std::to_string(c.rank) + " + " + std::to_string(c.rotary) + ", window in " +
-         ToString(c.window_format);
+         ToString(c.window_format) + (c.rotate ? ", rotated" : "");
 }
 
 inline Device& Cpu() {
@@ -114,20 +115,20 @@ inline std::vector<float> Normals(std::mt19937& random, int64_t count) {
   return out;
 }
 
-// Make rows of every kind: zeros, constants, midpoints of codes, all magnitudes, NaN and
-// infinities.
-inline void MakeHard(std::mt19937& random, size_t width, std::vector<float>* rows) {
+// Make rows of every kind: zeros, constants, midpoints of codes, and unless all must be finite, all
+// magnitudes, NaN and infinities. Processors differ in the sign of a NaN that a sum gives.
+inline void MakeHard(std::mt19937& random, bool finite, size_t width, std::vector<float>* rows) {
   for (size_t row = 0; row < rows->size() / width; ++row) {
     float* x = rows->data() + row * width;
     const float size = std::ldexp(1.f, static_cast<int>(random() % 40) - 20);
-    const unsigned kind = random() % 6;
+    const unsigned kind = random() % (finite ? 4 : 6);
     for (size_t d = 0; d < width; ++d) {
       const unsigned one = random();
       x[d] = kind == 0                    ? (d % 3 == 0 ? -0.f : 0.f)
              : kind == 1                  ? size
              : kind == 2                  ? size * 0.25f * static_cast<float>(one % 49) - 6.f * size
-             : kind == 3 && one % 64 == 0 ? BitsFloat(one | 0x7f800000u)
-             : kind == 4                  ? BitsFloat(one)
+             : kind == 4 && one % 64 == 0 ? BitsFloat(one | 0x7f800000u)
+             : kind == 5                  ? BitsFloat(one)
                                           : x[d] * size;
     }
   }
@@ -142,7 +143,7 @@ inline Layer::Layer(const Case& of, unsigned seed)
   std::mt19937 random(seed);
   rows = Normals(random, int64_t{c.context} * (c.rank + c.rotary));
   if (c.hard) {
-    MakeHard(random, static_cast<size_t>(c.rank + c.rotary), &rows);
+    MakeHard(random, c.rotate, static_cast<size_t>(c.rank + c.rotary), &rows);
   }
   q = Normals(random, int64_t{c.context} * c.heads * (c.nope + c.rotary));
   for (int i = 0; i < c.context * c.rotary / 2; ++i) {
@@ -252,6 +253,7 @@ inline WriteLatentsParams WriteParams(const Layer& layer, const Places& at,
           .rope_cos = at.cos,
           .rope_sin = at.sin,
           .interleaved = layer.c.interleaved,
+          .rotate = layer.c.rotate,
           .search_scales = layer.c.search,
           .kv = QuantizedView(layer, at),
           .window16 = Window16View(layer, at),

@@ -91,6 +91,7 @@ TEST_CASE("rows of latents have the CPU's bytes in every format") {
                    .block_seq_len = 16,
                    .context = 37,
                    .interleaved = seed % 2 == 0,
+                   .rotate = seed / 2 % 2 == 0,
                    .search = seed % 3 == 0,
                    .global_scale = scales[seed % 3],
                    .hard = true},
@@ -129,6 +130,7 @@ TEST_CASE("blocks that leave the 16-bit window have the CPU's bytes") {
                    .context = 90,
                    .window16 = {0, 64},
                    .window_format = window,
+                   .rotate = rotary == kInt8,
                    .global_scale = 0.7f,
                    .hard = window == kNone},
                   11);

@@ -111,5 +111,17 @@ TEST_CASE("a layer of experts takes at most 9 launches, and 10 with a 16-bit win
   CHECK(CountPerLayer(testing::TinyGptOss(), config, &tuned) == 10);
 }
 
+TEST_CASE("a rotation of latents takes a launch when decoding") {
+  if (!CountsLaunches()) {
+    return;
+  }
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
+  ModelConfig model = testing::TinyDeepSeek();
+  model.moe = {};
+  const int plain = CountPerLayer(model, config, nullptr);
+  config.kv_quality.rotate_k = true;
+  CHECK(CountPerLayer(model, config, nullptr) == plain + 1);
+}
+
 }  // namespace
 }  // namespace turbomind

@@ -242,7 +242,7 @@ TEST_CASE("models with latents give the same bits however they are run") {
       setting.config.enable_prefix_caching = false;
       if (format == KvCacheMode::kFp4Nv) {
         setting.prompts = kLong;
-        setting.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
+        setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
       }
       CheckEveryWay(setting, format == KvCacheMode::kFp4Nv ? 26 : 16);
     }

@@ -145,7 +145,8 @@ class LatentCall {
             .rotary_head_stride = params_.q_rotary_head_stride,
             .heads = params_.q_heads,
             .first_row = item.first_row,
-            .num_rows = item.num_rows};
+            .num_rows = item.num_rows,
+            .rotate = params_.rotate};
   }
 
   void RunItem(const Item& item, float* scratch) const {

@@ -109,6 +109,7 @@ struct LatentRows {
   int heads = 0;
   int first_row = 0;
   int num_rows = 0;
+  bool rotate = false;  // as in LatentAttentionParams
 
   int num_blocks() const { return (num_rows + kLatentLanes - 1) / kLatentLanes; }
 };

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 
 #include "turbomind/backend/cuda/kv/kv_flatten.cuh"
 #include "turbomind/backend/cuda/kv/kv_ops.h"
@@ -50,8 +49,7 @@ void CudaWriteKv(const Context& context, const WriteKvParams& params) {
     launch.kv_blocks = params.only_queries ? 0 : blocks(params.kv.kv_heads);
     if (params.rotate) {
       launch.rotation_size = RotationSize(params.kv.head_dim);
-      launch.rotation_norm =
-          static_cast<float>(1.0 / std::sqrt(static_cast<double>(launch.rotation_size)));
+      launch.rotation_norm = RotationNorm(launch.rotation_size);
     }
     Launch(WriteKvKernel<kRowLanes, T>,
            {.grid_x = launch.q_blocks + 2 * int64_t{launch.kv_blocks}, .threads = kWriteThreads},

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "turbomind/backend/cuda/kv/hadamard.cuh"
 #include "turbomind/backend/cuda/kv/row_writer.cuh"
 #include "turbomind/ops/params.h"
 
@@ -244,25 +245,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::DotMean() {
 // Apply the normalized Walsh-Hadamard transform to every run of rotation_size values, at least 16.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Hadamard() {
-#pragma unroll
-  for (int h = 1; h < kLaneValues; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      if ((i & h) == 0) {
-        const float a = x[i];
-        const float b = x[i + h];
-        x[i] = a + b;
-        x[i + h] = a - b;
-      }
-    }
-  }
-  for (int mask = 1; mask * kLaneValues < launch.rotation_size; mask *= 2) {
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      const float other = ShuffleXor(x[i], mask);
-      x[i] = (at.lane & mask) != 0 ? other - x[i] : other + x[i];
-    }
-  }
+  HadamardStages(x, at.lane, launch.rotation_size);
 #pragma unroll
   for (float& value : x) {
     value *= launch.rotation_norm;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cuda/kv/hadamard.cuh"
 #include "turbomind/backend/cuda/kv/kv_quantize.cuh"
 #include "turbomind/backend/cuda/kv/kv_write.cuh"
 #include "turbomind/backend/cuda/kv/row_reader.cuh"
@@ -153,6 +154,9 @@ __global__ void __launch_bounds__(kWriteThreads) WriteLatentsKernel(WriteLatents
     if (LaneOfPiece(lane, rank, piece).active()) {
       LoadFloats(row + piece * kPieceValues + lane * kLaneValues, latent[piece]);
     }
+  }
+  if (op.rotate) {
+    RotateRow(latent, lane, RotationSize(rank));
   }
   StoreLatentRow<T>(op, LatentTarget(op, KvSide::kV, token), lane, rank, latent);
 }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "turbomind/backend/cuda/kv/hadamard.cuh"
 #include "turbomind/backend/cuda/latent/latent_shape.cuh"
 
 namespace turbomind::cuda {
@@ -23,6 +24,7 @@ struct LatentCombineParams {
   int num_tokens = 0;
   int q_heads = 0;
   int rank = 0;
+  bool rotate = false;  // the sums, back
 };
 
 inline constexpr int kLatentCombineWarps = 4;
@@ -77,13 +79,20 @@ __global__ void __launch_bounds__(32 * kLatentCombineWarps)
     }
   }
   const float factor = l > 0.f ? 1.f / l : 0.f;
+#pragma unroll
+  for (int i = 0; i < kVectors * 4; ++i) {
+    o[i / 4][i % 4] *= factor;
+  }
+  if (p.rotate) {
+    RotateRow(o, lane, RotationSize(p.rank));
+  }
   float* const out = p.out + token * p.out_stride + head * p.rank + 4 * lane;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (128 * v + 4 * lane < p.rank) {
       StoreGlobal(reinterpret_cast<Words<16>*>(out + 128 * v),
-                  Words<16>{{FloatBits(o[v][0] * factor), FloatBits(o[v][1] * factor),
-                             FloatBits(o[v][2] * factor), FloatBits(o[v][3] * factor)}});
+                  Words<16>{{FloatBits(o[v][0]), FloatBits(o[v][1]), FloatBits(o[v][2]),
+                             FloatBits(o[v][3])}});
     }
   }
 }

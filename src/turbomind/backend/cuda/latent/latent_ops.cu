@@ -4,6 +4,7 @@
 #include "turbomind/backend/cuda/latent/latent_attention.cuh"
 #include "turbomind/backend/cuda/latent/latent_combine.cuh"
 #include "turbomind/backend/cuda/latent/latent_ops.h"
+#include "turbomind/backend/cuda/latent/latent_rotate.cuh"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
@@ -58,7 +59,7 @@ LatentVariant ChooseVariant(const Context& context, const LatentParams& params, 
 
 LatentParams ParamsOf(const LatentAttentionParams& op) {
   LatentParams params;
-  params.q = op.q;
+  params.q = op.rotate ? op.out : op.q;
   params.q_stride = op.q_stride;
   params.q_rotary = op.q_rotary;
   params.q_rotary_stride = op.q_rotary_stride;
@@ -77,6 +78,21 @@ LatentParams ParamsOf(const LatentAttentionParams& op) {
   return params;
 }
 
+// Rotate `from` [num_tokens, q_heads, rank] to the output's rows from `first_token` on.
+void RotateToOutput(const Context& context, const LatentAttentionParams& op, const float* from,
+                    int first_token, int num_tokens) {
+  const int64_t begin = first_token * op.q_stride;
+  const RotateLatentsParams params = {.from = from + begin,
+                                      .to = op.out + begin,
+                                      .stride = op.q_stride,
+                                      .num_rows = int64_t{num_tokens} * op.q_heads,
+                                      .q_heads = op.q_heads,
+                                      .rank = op.kv.head_dim};
+  Launch(params.rank <= 256 ? &RotateLatentsKernel<2> : &RotateLatentsKernel<4>,
+         {.grid_x = CeilDiv(params.num_rows, int64_t{kRotateWarps}), .threads = 32 * kRotateWarps},
+         context.stream, params);
+}
+
 // Give the launch memory for the partial results of `num_partials`.
 void SetPartials(const Context& context, int64_t num_partials, LatentParams* params) {
   const int64_t rows = num_partials * params->q_heads;
@@ -86,9 +102,9 @@ void SetPartials(const Context& context, int64_t num_partials, LatentParams* par
   params->partial_ml = params->partial_o + rows * rank;
 }
 
-// Merge the partial results of tokens from params.first_token on.
+// Merge the partial results of tokens from params.first_token on, and rotate the sums back.
 void Combine(const Context& context, const LatentParams& params, int num_tokens,
-             const int32_t* first_partial) {
+             const int32_t* first_partial, bool rotate) {
   const int rank = params.views[0].head_dim;
   const LatentCombineParams combine = {.partial_o = params.partial_o,
                                        .partial_ml = params.partial_ml,
@@ -98,7 +114,8 @@ void Combine(const Context& context, const LatentParams& params, int num_tokens,
                                        .out_stride = params.q_stride,
                                        .num_tokens = num_tokens,
                                        .q_heads = params.q_heads,
-                                       .rank = rank};
+                                       .rank = rank,
+                                       .rotate = rotate};
   const LaunchShape shape = {
       .grid_x = CeilDiv(int64_t{num_tokens} * params.q_heads, int64_t{kLatentCombineWarps}),
       .threads = 32 * kLatentCombineWarps};
@@ -137,7 +154,7 @@ void RunItems(const Context& context, const DecodePlanner& planner,
              context.stream, params);
     }
   }
-  Combine(context, params, op.batch.num_decode, plan.first_partial);
+  Combine(context, params, op.batch.num_decode, plan.first_partial, op.rotate);
 }
 
 // Attention of the sequences [first, end), each as a whole or in equal parts.
@@ -176,7 +193,9 @@ void RunSequences(const Context& context, const LatentAttentionParams& op, const
           .shared_bytes = variant.shared_bytes},
          context.stream, params);
   if (params.num_parts > 1) {
-    Combine(context, params, num_tokens, nullptr);
+    Combine(context, params, num_tokens, nullptr, op.rotate);
+  } else if (op.rotate) {
+    RotateToOutput(context, op, op.out, params.first_token, num_tokens);
   }
 }
 
@@ -195,6 +214,10 @@ void RequireLatentKernels(const KvLayerView& layer) {
 
 void CudaLatentAttention(const Context& context, const DecodePlanner& planner,
                          const LatentAttentionParams& params, const BatchView& host) {
+  if (params.rotate) {
+    // A block reads its queries before it writes its output, so that one array may have both.
+    RotateToOutput(context, params, params.q, 0, host.num_tokens);
+  }
   const int first = context.deterministic ? 0 : host.num_decode;
   if (first > 0) {
     RunItems(context, planner, params);

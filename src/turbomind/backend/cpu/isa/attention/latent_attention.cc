@@ -12,6 +12,7 @@
 #include "turbomind/backend/cpu/isa/attention/latent_bytes.h"
 #include "turbomind/backend/cpu/isa/attention/latent_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/latent_tile.h"
+#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 
 namespace turbomind::TM_ISA {
 namespace {
@@ -89,7 +90,7 @@ void ToLanes(const float* rows, int64_t stride, int dim, float* to) {
 }
 
 // Writes row r of the queries to lane r % kLanes of its block. Lanes without a row get zeros.
-void ArrangeQueries(const Call& call) {
+void ArrangeRows(const Call& call) {
   const LatentRows& rows = call.args.rows;
   const int rotary_dim = call.width - call.rank;
   for (int block = 0; block < rows.num_blocks(); ++block) {
@@ -118,6 +119,15 @@ void ArrangeQueries(const Call& call) {
         to[d * kLanes + lane] = d < call.rank ? q[d] : rotary[d - call.rank];
       }
     }
+  }
+}
+
+// Arranges the queries, and rotates them if the latents are.
+void ArrangeQueries(const Call& call) {
+  ArrangeRows(call);
+  for (int block = 0; call.args.rows.rotate && block < call.args.rows.num_blocks(); ++block) {
+    HadamardLanes(call.memory.q + int64_t{block} * call.width * kLanes, call.rank,
+                  RotationSize(call.rank));
   }
 }
 
@@ -447,6 +457,9 @@ void LatentOutput(const LatentOutputArgs& args) {
                  static_cast<int64_t>(row % args.rows.heads) * args.rank;
     for (int d = 0; d < args.rank; ++d) {
       out[d] = state[(kStateHeader + d) * kLanes] * factor + 0.f;  // 0 instead of -0
+    }
+    if (args.rows.rotate) {
+      HadamardRow(out, args.rank, RotationSize(args.rank));
     }
   }
 }

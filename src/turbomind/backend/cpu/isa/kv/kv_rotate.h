@@ -1,10 +1,11 @@
 #pragma once
 
-// ⑥ The rotation of K.
+// ⑥⑦ The rotation of K and of latents.
 
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/kv/layout.h"
 
 namespace turbomind::TM_ISA {
 
@@ -43,9 +44,27 @@ TM_HD void HadamardRow(float* x, int n, int size) {
       }
     }
   }
-  const F32x16 norm = Set1(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size))));
+  const F32x16 norm = Set1(RotationNorm(size));
   for (int d = 0; d < n; d += kLanes) {
     Store(x + d, Mul(Load(x + d), norm));
+  }
+}
+
+// Applies the transform to each lane of `x` [n, kLanes]. A lane gets the bits of HadamardRow.
+TM_HD void HadamardLanes(float* x, int n, int size) {
+  for (int h = 1; h < size; h *= 2) {
+    for (int base = 0; base < n; base += 2 * h) {
+      for (int d = base; d < base + h; ++d) {
+        const F32x16 a = Load(x + d * kLanes);
+        const F32x16 b = Load(x + (d + h) * kLanes);
+        Store(x + d * kLanes, Add(a, b));
+        Store(x + (d + h) * kLanes, Sub(a, b));
+      }
+    }
+  }
+  const F32x16 norm = Set1(RotationNorm(size));
+  for (int d = 0; d < n; ++d) {
+    Store(x + d * kLanes, Mul(Load(x + d * kLanes), norm));
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 
@@ -53,6 +54,9 @@ RowCounts WriteLatent(const WriteLatentArgs& args) {
   float* row = p.rows + token * (p.kv.head_dim + p.kv.rotary_dim);
   Rotate(angles, row + p.kv.head_dim);
   const RowCounts rotary = StoreRow(args, KvSide::kK, row + p.kv.head_dim);
+  if (p.rotate) {
+    HadamardRow(row, p.kv.head_dim, RotationSize(p.kv.head_dim));
+  }
   const RowCounts latent = StoreRow(args, KvSide::kV, row);
   return {rotary.nonfinite + latent.nonfinite, rotary.clipped + latent.clipped};
 }
