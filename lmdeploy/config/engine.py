@@ -171,8 +171,8 @@ class TurbomindEngineConfig:
         kv_quality: preset of the KV cache (default: balanced for four-bit formats, else raw). Each
             ingredient of balanced and best costs some time or memory and makes K and V more
             accurate; best needs kv_calibration.
-        kv_rotation: rotate K and Q by a Hadamard matrix. Outliers then spread over a head, at the
-            cost of a rotation per token (balanced, best: on).
+        kv_rotation: rotate K and Q, or latents, by a Hadamard matrix. Outliers then spread over a
+            head, at the cost of a rotation per token (balanced, best: on).
         kv_scale_search: choose the FP4 scales with the smallest quantization error. Writing a block
             takes longer (balanced, best: on).
         kv_k_offset: block subtracts the mean of a block's keys before they are quantized (balanced,

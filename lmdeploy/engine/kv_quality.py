@@ -1,11 +1,11 @@
 """Resolve the options for the KV cache's accuracy and write them into the engine's config.
 
-`raw` adds nothing to the format. `balanced` rotates K, searches FP4 scales, subtracts a K offset
-from each block, and keeps the first and the newest tokens in a window of 8 or 16 bits. `best` adds
-constants from a calibration file. Each single option replaces one ingredient. An ingredient without
-effect is off: the scale search without FP4, the K offset without a window or a bias of K, and every
-ingredient with the format none. Reports list only what is on. If K has a bias, `raw` has the K
-offset, too.
+`raw` adds nothing to the format. `balanced` rotates K or latents, searches FP4 scales, subtracts a
+K offset from each block, and keeps the first and the newest tokens in a window of 8 or 16 bits.
+`best` adds constants from a calibration file. Each single option replaces one ingredient. An
+ingredient without effect is off: the scale search without FP4, the K offset of latents and without
+a window or a bias of K, and every ingredient with the format none. Reports list only what is on. If
+K has a bias, `raw` has the K offset, too.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class KvOptions:
     layers: tuple[FormatPair, ...]  # by model layer
     quality: str  # raw if every layer stores 16 bit
     rotation: bool = False
+    latents: bool = False  # the model caches them instead of K and V
     scale_search: bool = False
     k_offset: bool = False
     window: str = "16bit"
@@ -60,7 +61,8 @@ class KvOptions:
     @property
     def quality_text(self) -> str:
         """Describe the quality and its ingredients."""
-        parts = ["K rotation"] if self.rotation else []
+        rotation = "rotation of latents" if self.latents else "K rotation"
+        parts = [rotation] if self.rotation else []
         if self.scale_search:
             parts.append("scale search")
         if self.k_offset:
@@ -101,8 +103,8 @@ def resolve_kv_options(
     """Return the options of `config` for a model and a device.
 
     `windows` has the sliding window of each layer (0: full attention), and `k_bias` is the field of
-    ModelConfig. A model with `latents` caches no K of heads, which could be rotated or have an
-    offset. None uses the CPU's capability.
+    ModelConfig. A model with `latents` caches no K of heads, which could have an offset. None uses
+    the CPU's capability.
 
     Raise ValueError for a format that does not fit the model's layers or the device, and for an
     option without effect.
@@ -136,7 +138,8 @@ def resolve_kv_options(
     return KvOptions(
         layers=layers,
         quality=quality,
-        rotation=rotation and not latents,
+        rotation=rotation,
+        latents=latents,
         scale_search=search and bool(names & fp4_formats()),
         k_offset=offset == "block" and (has_window or k_bias) and not latents,
         window=window if has_window else "16bit",
@@ -150,8 +153,6 @@ def resolve_kv_options(
 def _refuse_for_latents(config: TurbomindEngineConfig) -> None:
     """Raise OptionError for options that have no effect on latents."""
     reason = "but the model caches latents instead of K and V. Remove it"
-    if config.kv_rotation:
-        raise OptionError("kv_rotation", f"is on, {reason} (--kv-rotation).")
     if config.kv_k_offset == "block":
         raise OptionError("kv_k_offset", f"is block, {reason} (--kv-k-offset).")
     if config.kv_calibration is not None:
