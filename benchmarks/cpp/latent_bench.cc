@@ -1,7 +1,7 @@
 // Measures decode attention over latents on the CPU, for each KV format. Prints one line of JSON
 // per format. Usage:
 //   latent_bench threads=2 heads=16 rank=512 rotary=64 context=8192 pool_mb=256 round_ms=300
-//     formats=none,int8,nvfp4
+//     formats=none,int8,nvfp4 rotate=1
 // A step of one sequence cycles through layers of pool_mb together, so that it finds no latents in
 // a cache. A figure is the median of five rounds, and seconds are those of the clock: the machine
 // must be idle. `speedup` is that over the first format.
@@ -33,6 +33,7 @@ struct Shape {
         pool_bytes(int64_t{arguments.Number("pool_mb", 256)} << 20),
         round_seconds(arguments.Number("round_ms", 300) * 1e-3),
         exact(arguments.Number("exact", 0) != 0),
+        rotate(arguments.Number("rotate", 0) != 0),
         formats(arguments.Text("formats", "none,int8,fp8,int4,mxfp4,nvfp4")) {}
 
   int threads;
@@ -43,6 +44,7 @@ struct Shape {
   int64_t pool_bytes;
   double round_seconds;
   bool exact;
+  bool rotate;
   std::string formats;
 };
 
@@ -87,6 +89,7 @@ class LatentStep {
                                       .out = out_.data(),
                                       .q_heads = shape_.heads,
                                       .softmax_scale = 0.07f,
+                                      .rotate = shape_.rotate,
                                       .exact = shape_.exact,
                                       .kv = View(layer),
                                       .batch = {.num_seqs = 1,

@@ -50,21 +50,44 @@ TM_HD void HadamardRow(float* x, int n, int size) {
   }
 }
 
-// Applies the transform to each lane of `x` [n, kLanes]. A lane gets the bits of HadamardRow.
-TM_HD void HadamardLanes(float* x, int n, int size) {
-  for (int h = 1; h < size; h *= 2) {
-    for (int base = 0; base < n; base += 2 * h) {
-      for (int d = base; d < base + h; ++d) {
-        const F32x16 a = Load(x + d * kLanes);
-        const F32x16 b = Load(x + (d + h) * kLanes);
-        Store(x + d * kLanes, Add(a, b));
-        Store(x + (d + h) * kLanes, Sub(a, b));
+// Applies the stages h, 2h, ... to each lane of `x` [n, kLanes], kStages of them, with 2^kStages
+// runs of lanes in registers. Then it multiplies by `factor`.
+template <int kStages>
+TM_HD void HadamardStages(float* x, int n, int h, float factor) {
+  constexpr int kCount = 1 << kStages;
+  for (int base = 0; base < n; base += kCount * h) {
+    for (float* at = x + base * kLanes; at != x + (base + h) * kLanes; at += kLanes) {
+      F32x16 v[kCount];
+      for (int i = 0; i < kCount; ++i) {
+        v[i] = Load(at + i * h * kLanes);
+      }
+      for (int bit = 1; bit < kCount; bit *= 2) {
+        for (int i = 0; i < kCount; ++i) {
+          if ((i & bit) == 0) {
+            const F32x16 a = v[i];
+            v[i] = Add(a, v[i + bit]);
+            v[i + bit] = Sub(a, v[i + bit]);
+          }
+        }
+      }
+      for (int i = 0; i < kCount; ++i) {
+        Store(at + i * h * kLanes, Mul(v[i], Set1(factor)));
       }
     }
   }
-  const F32x16 norm = Set1(RotationNorm(size));
-  for (int d = 0; d < n; ++d) {
-    Store(x + d * kLanes, Mul(Load(x + d * kLanes), norm));
+}
+
+// Applies the transform to each lane of `x` [n, kLanes]. A lane gets the bits of HadamardRow.
+TM_HD void HadamardLanes(float* x, int n, int size) {
+  const float norm = RotationNorm(size);
+  int h = 1;
+  for (; h * 8 <= size; h *= 8) {
+    HadamardStages<3>(x, n, h, h * 8 == size ? norm : 1.f);
+  }
+  if (h * 4 == size) {
+    HadamardStages<2>(x, n, h, norm);
+  } else if (h * 2 == size) {
+    HadamardStages<1>(x, n, h, norm);
   }
 }
 
