@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -35,6 +36,13 @@ Config OneLayer(KvCacheMode k, KvCacheMode v, int head_dim) {
   config.kv_heads = 3;
   config.head_dim = head_dim;
   return config;
+}
+
+TEST_CASE("a rotation's norm is the nearest float") {
+  for (int size = 1; size <= kMaxHeadDim; size *= 2) {
+    CHECK(RotationNorm(size) == static_cast<float>(1.0 / std::sqrt(static_cast<double>(size))));
+    CHECK(RotationSize(3 * size) == size);
+  }
 }
 
 TEST_CASE("a K or V row has the bytes that the format table gives") {

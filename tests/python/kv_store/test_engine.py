@@ -124,8 +124,13 @@ def test_longrope_shares_prefixes_only_among_sequences_of_one_choice(tmp_path: P
 
 @pytest.mark.parametrize(
     "other",
-    [{"quant_policy": 8}, {"quant_policy": "nvfp4", "kv_quality": "raw"}, {"exact": True}],
-    ids=["format", "quality", "exact"],
+    [
+        {"quant_policy": 8},
+        {"quant_policy": "nvfp4", "kv_quality": "raw"},
+        {"quant_policy": "nvfp4", "kv_quality": "balanced", "kv_rotation": False},
+        {"exact": True},
+    ],
+    ids=["format", "quality", "rotation", "exact"],
 )
 def test_blocks_of_another_cache_are_refused(folder: str, other: dict[str, Any]) -> None:
     base = {} if "exact" in other else OPTIONS["nvfp4-balanced"]
