@@ -149,7 +149,7 @@ void RunItems(const Context& context, const DecodePlanner& planner,
       Launch(variant.kernel,
              {.grid_x = blocks,
               .grid_y = std::min(count - first, at_once) * params.num_parts,
-              .threads = kLatentThreads,
+              .threads = kTileThreads,
               .shared_bytes = variant.shared_bytes},
              context.stream, params);
     }
@@ -189,7 +189,7 @@ void RunSequences(const Context& context, const LatentAttentionParams& op, const
   Launch(variant.kernel,
          {.grid_x = params.num_tiles,
           .grid_y = params.num_parts,
-          .threads = kLatentThreads,
+          .threads = kTileThreads,
           .shared_bytes = variant.shared_bytes},
          context.stream, params);
   if (params.num_parts > 1) {

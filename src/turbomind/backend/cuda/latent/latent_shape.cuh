@@ -5,9 +5,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cuda/decode/decode_plan.h"
-#include "turbomind/backend/cuda/decode/decode_shape.cuh"
-#include "turbomind/backend/cuda/runtime/intrinsics.cuh"
-#include "turbomind/core/dtype.h"
+#include "turbomind/backend/cuda/tile/tile_shape.cuh"
 #include "turbomind/kv/layout.h"
 #include "turbomind/kv/precision_window.h"
 #include "turbomind/ops/params.h"
@@ -51,11 +49,7 @@ struct LatentParams {
 };
 static_assert(sizeof(LatentParams) <= 4096);  // limit for kernel parameters
 
-inline constexpr int kLatentWarps = 8;
-inline constexpr int kLatentThreads = 32 * kLatentWarps;
 inline constexpr int kLatentRotary = 64;  // the largest rotary part
-inline constexpr int kRunTokens = 16;     // adjacent slots of one block
-inline constexpr int kPartUnit = 32;      // a multiple of every tile's tokens
 // The parts of a row in the cache: payload of V, payload of K, metadata of V, metadata of K.
 inline constexpr int kRowParts = 4;
 
@@ -67,37 +61,20 @@ TM_HD int BytesOfPart(const KvLayerView& kv, int part) {
                   : (kv.scale_bytes[s] > 0 ? kv.scale_bytes[s] : kv.param_bytes[s]);
 }
 
-// T is the operands' type. Rows are those of a block. Warps form kRowGroups groups, each of which
-// has the rows of kRowTiles tiles of 16. The warps of a group share the value columns, and the
-// dimensions of a score.
+// kRankCount is at least the layer's rank: the rest is zero.
 template <DataType T, int kRankCount, int kRowCount, int kTokenCount>
-struct LatentKernelConfig {
-  static constexpr bool kBFloat = T == DataType::kBFloat16;
-  static constexpr int kRank = kRankCount;  // at least the layer's: the rest is zero
-  static constexpr int kWidth = kRank + kLatentRotary;
-  static constexpr int kRows = kRowCount;
-  static constexpr int kTokens = kTokenCount;
-  static constexpr int kRowTiles = kRows == 16 ? 1 : 2;
-  static constexpr int kRowGroups = kRows / (16 * kRowTiles);
-  static constexpr int kColumnWarps = kLatentWarps / kRowGroups;
-  static constexpr int kColumns = kRank / kColumnWarps;  // of values, per warp
-  static constexpr int kChunks = kColumns / 8;
-  static constexpr int kLatentSteps = kRank / 16 / kColumnWarps;  // of 16 dimensions, per warp
-  static constexpr int kRotarySteps = kLatentRotary / 16;         // of all warps of a group
-  static_assert(kRank % (16 * kColumnWarps) == 0 && kRotarySteps <= kColumnWarps);
-  static_assert(kPartUnit % kTokens == 0 && kTokens % kRunTokens == 0);
-  // Threads that share a row of scores, and the scores of each.
-  static constexpr int kRowThreads = kLatentThreads / kRows;
-  static constexpr int kThreadScores = kTokens / kRowThreads;
-  static constexpr int kExpandThreads = kLatentThreads / kTokens;  // per token
-
-  // Rows in 16 bits are padded so that eight rows at the same column are in different banks.
-  static constexpr int kStride = 2 * kWidth + 16;
-  static constexpr int kSumStride = 4 * kTokens + 16;  // bytes of a row of scores in FP32
+struct LatentKernelConfig : SharedTileShape<T, kRankCount, kRowCount, kTokenCount> {
+  using Shape = SharedTileShape<T, kRankCount, kRowCount, kTokenCount>;
+  using Shape::kColumnWarps;
+  using Shape::kRows;
+  using Shape::kTokens;
+  static constexpr int kRank = kRankCount;
+  static constexpr int kRotarySteps = kLatentRotary / 16;  // of all warps of a group
+  static_assert(kRotarySteps <= kColumnWarps);
+  static constexpr int kStride = 2 * (kRank + kLatentRotary) + 16;
   static constexpr int kTileAt = kRows * kStride;
   static constexpr int kSumsAt = kTileAt + kTokens * kStride;
-  // Weights overwrite the first warp's sums, each row its own.
-  static constexpr int kFactorsAt = kSumsAt + kColumnWarps * kRows * kSumStride;
+  static constexpr int kFactorsAt = kSumsAt + Shape::kSumBytes;
   static constexpr int kRawAt = kFactorsAt + 4 * kRows;
 
   // Shared memory for views of these two pools.
