@@ -32,7 +32,7 @@ void MakeScalesLegal(Step& step) {
 TEST_CASE("FlattenKV in FP32 has the CPU's bits") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
-    for (int head_dim : {64, 80, 96, 128, 256}) {
+    for (int head_dim : {64, 80, 96, 128, 256, 512}) {
       for (bool window16 : {false, true}) {
         Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
         shape.contexts[1] = 2 * shape.block_seq_len;  // its last position ends a block

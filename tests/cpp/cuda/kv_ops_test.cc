@@ -121,7 +121,7 @@ TEST_CASE("E2M1 codes from a sum equal the definition") {
 TEST_CASE("WriteKv writes the CPU's bytes for every pair of formats, head_dim and dtype") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
-    for (int head_dim : {64, 80, 96, 128, 256}) {
+    for (int head_dim : {64, 80, 96, 128, 256, 512}) {
       for (DataType dtype : kTypes) {
         for (bool search : {false, true}) {
           Shape shape = {.formats = formats, .dtype = dtype, .head_dim = head_dim};
@@ -138,7 +138,7 @@ TEST_CASE("WriteKv writes the CPU's bytes for every pair of formats, head_dim an
 }
 
 TEST_CASE("WriteKv handles small and odd head_dims" * doctest::test_suite("small")) {
-  for (int head_dim : {16, 32, 48, 112, 144, 240}) {
+  for (int head_dim : {16, 32, 48, 112, 144, 240, 272, 320, 496}) {
     Step step({.head_dim = head_dim});
     step.rotate = true;
     FillHardRows(step);
@@ -194,7 +194,7 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
 
 TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
   unsigned seed = 0;
-  for (int head_dim : {64, 80, 96, 128, 256}) {
+  for (int head_dim : {64, 80, 96, 128, 256, 512}) {
     // With 20, half is not a multiple of eight values. 32 is a part of the head.
     for (int rope_dim : {0, 20, 32, head_dim}) {
       for (int with = 0; with < 32; with += 1 + static_cast<int>(seed % 3)) {
@@ -306,7 +306,7 @@ void FillWindow(Step& step) {
 TEST_CASE("blocks that leave the window are quantized as on the CPU") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
-    for (int head_dim : {64, 80, 96, 128, 256}) {
+    for (int head_dim : {64, 80, 96, 128, 256, 512}) {
       for (bool k_offset : {false, true}) {
         for (bool int8 : {false, true}) {
           Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};

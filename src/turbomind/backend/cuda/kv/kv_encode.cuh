@@ -7,6 +7,8 @@
 // past n hold nothing. All lanes of the warp call these functions together, with rows of one
 // format.
 //
+// With 64 lanes, a row has two pieces: each thread of the warp has the lanes t and t + 32.
+//
 // REQUIRES: n is a multiple of 16; global_scale is between 2^-64 and 2^64
 // (KvCache::SetGlobalScales).
 
@@ -24,10 +26,16 @@ namespace turbomind::cuda {
 inline constexpr int kLaneValues = 8;
 inline constexpr uint32_t kInfinityBits = 0x7F800000u;
 
+// The threads of a row of this many lanes, and the lanes of each.
+TM_HD constexpr int RowThreads(int row_lanes) { return row_lanes < 32 ? row_lanes : 32; }
+TM_HD constexpr int RowPieces(int row_lanes) { return row_lanes / RowThreads(row_lanes); }
+
 // Lane 0 holds the values [0, 8) of a row.
 struct RowLane {
   int lane;
   int n;
+  // Return the thread's lane of a piece. REQUIRES: this is its lane of the first one.
+  TM_DEVICE RowLane Piece(int piece) const { return {lane + 32 * piece, n}; }
   TM_DEVICE int first() const { return kLaneValues * lane; }
   TM_DEVICE bool active() const { return first() < n; }
 };
@@ -378,9 +386,16 @@ TM_DEVICE IntLane<kIntBits> EncodeIntIn(const ValueRange& range_of_row, const La
   return out;
 }
 
-template <int kRowLanes, int kIntBits, DataType T>
-TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
-  return EncodeIntIn<kIntBits, T>(RangeOfRow<kRowLanes>(RangeOfLane<T>(x, at)), x, at);
+// Return the range of a row.
+template <int kRowLanes, DataType T>
+TM_DEVICE ValueRange RangeOfPieces(const LaneValues (&x)[RowPieces(kRowLanes)], const RowLane& at) {
+  ValueRange range = RangeOfLane<T>(x[0], at);
+#pragma unroll
+  for (int piece = 1; piece < RowPieces(kRowLanes); ++piece) {
+    const ValueRange next = RangeOfLane<T>(x[piece], at.Piece(piece));
+    range = {fminf(range.min, next.min), fmaxf(range.max, next.max)};
+  }
+  return RangeOfRow<RowThreads(kRowLanes)>(range);
 }
 
 }  // namespace turbomind::cuda

@@ -100,18 +100,48 @@ TM_DEVICE void AddFastBias(const FastBias& bias, const RowLane& at, int head, in
   }
 }
 
+// A row in the cache.
+struct StoredRow {
+  KvSide side;
+  int64_t block;
+  int head;
+  int position;
+};
+
+// Decode a lane's values of a row, with its K offset.
+template <DataType T>
+TM_DEVICE void FlattenLane(const KvLayerView& kv, const StoredRow& row, int lane,
+                           float (&x)[kLaneValues]) {
+  const RowTarget from =
+      TargetOf(kv, row.side, row.block, row.head, row.position & (kv.block_seq_len - 1));
+  DispatchFormat(from.format, [&]<KvCacheMode M>() {
+    const StoredLane<M> stored = LoadLane<M>(from, lane);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] = DecodeValue<T>(stored, i, from.global_scale);
+    }
+  });
+  if (row.side == KvSide::kK && kv.HasKOffset()) {
+    const OffsetLane offset = LoadOffset(kv, row.block, row.head, lane);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] += IntValue<T>(offset, i);
+    }
+  }
+}
+
 // Grid: (rows of [num_seqs, kv_heads, max_len] / rows per block, side).
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p) {
   BeginKernel();
-  const int64_t row =
-      static_cast<int64_t>(BlockIndexX()) * RowsOfBlock(kRowLanes) + ThreadIndexX() / kRowLanes;
+  const int64_t row = static_cast<int64_t>(BlockIndexX()) * RowsOfBlock(kRowLanes) +
+                      ThreadIndexX() / RowThreads(kRowLanes);
   const KvSide side = BlockIndexY() == 0 ? KvSide::kK : KvSide::kV;
   const int position = static_cast<int>(row % p.max_len);
   const int head = static_cast<int>(row / p.max_len % p.kv.kv_heads);
   const int64_t sequence = row / p.max_len / p.kv.kv_heads;
-  const RowLane at = {ThreadIndexX() % kRowLanes, p.kv.head_dim};
-  if (sequence >= p.batch.num_seqs || !at.active()) {
+  const RowLane first = {ThreadIndexX() % RowThreads(kRowLanes), p.kv.head_dim};
+  if (sequence >= p.batch.num_seqs) {
     return;
   }
   const int context = LoadGlobal(p.batch.context_lens + sequence);
@@ -123,27 +153,18 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
   const bool window16 = p.window16.data != nullptr && p.rule.IsInWindow16(index, context - 1);
   const int32_t block = LoadGlobal((window16 ? p.batch.window16_tables : p.batch.block_tables) +
                                    sequence * p.batch.block_table_stride + index);
-  float x[kLaneValues] = {};
-  if (block >= 0) {
-    const int slot = position - (index << shift);
-    const KvLayerView& kv = window16 ? p.window16 : p.kv;
-    const RowTarget from = TargetOf(kv, side, block, head, slot);
-    DispatchFormat(from.format, [&]<KvCacheMode M>() {
-      const StoredLane<M> stored = LoadLane<M>(from, at.lane);
-#pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) {
-        x[i] = DecodeValue<T>(stored, i, from.global_scale);
-      }
-    });
-    if (side == KvSide::kK && kv.HasKOffset()) {
-      const OffsetLane offset = LoadOffset(kv, block, head, at.lane);
-#pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) {
-        x[i] += IntValue<T>(offset, i);
-      }
+#pragma unroll 1
+  for (int piece = 0; piece < RowPieces(kRowLanes); ++piece) {
+    const RowLane at = first.Piece(piece);
+    if (!at.active()) {
+      return;
     }
+    float x[kLaneValues] = {};
+    if (block >= 0) {
+      FlattenLane<T>(window16 ? p.window16 : p.kv, {side, block, head, position}, at.lane, x);
+    }
+    StoreFloats((side == KvSide::kK ? p.k : p.v) + row * p.kv.head_dim + at.first(), x);
   }
-  StoreFloats((side == KvSide::kK ? p.k : p.v) + row * p.kv.head_dim + at.first(), x);
 }
 
 inline constexpr int kFlattenRows = 4;  // per run of lanes, in flight together

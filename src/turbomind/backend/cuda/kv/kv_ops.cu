@@ -14,18 +14,20 @@ namespace turbomind::cuda {
 namespace {
 
 // Call fn.operator()<row lanes, dtype>() with enough lanes, of eight values each, to cover a row.
-template <class F>
+template <int kMaxLanes = kMaxHeadDim / kLaneValues, class F>
 void DispatchRows(const KvLayerView& kv, F&& fn) {
-  Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 32 * kLaneValues,
-        "head_dim must be a multiple of 16 and at most 256");
+  Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= kMaxLanes * kLaneValues,
+        "head_dim must be a multiple of 16, and the kernel must have enough lanes");
   Check(kv.dtype != DataType::kFloat32, "the cache dtype must have 16 bits");
   const auto with_lanes = [&]<DataType T>() {
     if (kv.head_dim <= 8 * kLaneValues) {
       fn.template operator()<8, T>();
     } else if (kv.head_dim <= 16 * kLaneValues) {
       fn.template operator()<16, T>();
-    } else {
+    } else if (kv.head_dim <= 32 * kLaneValues) {
       fn.template operator()<32, T>();
+    } else if constexpr (kMaxLanes > 32) {
+      fn.template operator()<kMaxLanes, T>();
     }
   };
   if (kv.dtype == DataType::kBFloat16) {
@@ -49,7 +51,6 @@ void CudaWriteKv(const Context& context, const WriteKvParams& params) {
     launch.kv_blocks = params.only_queries ? 0 : blocks(params.kv.kv_heads);
     if (params.rotate) {
       launch.rotation_size = RotationSize(params.kv.head_dim);
-      launch.rotation_norm = RotationNorm(launch.rotation_size);
     }
     Launch(WriteKvKernel<kRowLanes, T>,
            {.grid_x = launch.q_blocks + 2 * int64_t{launch.kv_blocks}, .threads = kWriteThreads},
@@ -70,7 +71,7 @@ void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& para
       Launch(StoreKOffsetsKernel<kRowLanes, T>,
              {.grid_x = CeilDiv(offsets, int64_t{OffsetsOfBlock(kRowLanes)}),
               .threads = kWriteThreads,
-              .shared_bytes = kOffsetBytes},
+              .shared_bytes = OffsetBytes(kRowLanes)},
              context.stream, params);
     }
     QuantizeLaunch launch;
@@ -111,7 +112,7 @@ SeenSpans SpansOf(const PrecisionWindow& rule, int window, int first_query, int 
 }
 
 void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params) {
-  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+  DispatchRows<32>(params.kv, [&]<int kRowLanes, DataType T>() {
     Launch(FlattenHalfKernel<kRowLanes, T>,
            {.grid_x = CeilDiv(params.num_rows, int64_t{FlattenRowsOfBlock(kRowLanes)}),
             .grid_y = 2 * int64_t{params.kv.kv_heads},

@@ -5,8 +5,8 @@
 // queued on the context's stream. Launchers do not wait, allocate or depend on values in GPU
 // memory, so every launch can be recorded in a graph.
 //
-// REQUIRES: a cache dtype of 16 bits; head_dim a multiple of 16, at most 256. qkv, cos, sin, bias,
-// norm weights and mean are 16-byte aligned dense rows.
+// REQUIRES: a cache dtype of 16 bits; head_dim a multiple of 16, at most kMaxHeadDim. qkv, cos,
+// sin, bias, norm weights and mean are 16-byte aligned dense rows.
 
 #include <cstdint>
 
@@ -85,6 +85,7 @@ struct FlattenHalfParams {
 };
 static_assert(sizeof(FlattenHalfParams) <= 4096);  // limit for kernel parameters
 
+// REQUIRES: head_dim is at most 256.
 void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params);
 
 }  // namespace turbomind::cuda

@@ -46,8 +46,11 @@ TM_DEVICE void ReadOffset(const KvLayerView& kv, int64_t block, int head, int la
 // kOffsetRun slots.
 inline constexpr int kOffsetSharers = 4;
 inline constexpr int kMaxOffsetRuns = 128 / kOffsetRun;  // IsPagedBlockSeqLen
-inline constexpr size_t kOffsetBytes =
-    kWriteThreads / kOffsetSharers * kMaxOffsetRuns * kLaneValues * sizeof(float);
+// Shared memory for the sums.
+TM_HD constexpr size_t OffsetBytes(int row_lanes) {
+  return kWriteThreads / kOffsetSharers * kMaxOffsetRuns * RowPieces(row_lanes) * kLaneValues *
+         sizeof(float);
+}
 
 // Return the number of K offsets that a block of threads stores.
 TM_HD constexpr int OffsetsOfBlock(int row_lanes) {
@@ -82,44 +85,55 @@ TM_DEVICE void SumRun(const QuantizeBlocksParams& op, const PendingQuantization&
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) StoreKOffsetsKernel(QuantizeBlocksParams op) {
   BeginKernel();
-  const int row = ThreadIndexX() / kRowLanes;
+  constexpr int kPieces = RowPieces(kRowLanes);
+  constexpr int kThreads = RowThreads(kRowLanes);
+  const int row = ThreadIndexX() / kThreads;
   const int sharer = row % kOffsetSharers;
   const int index = BlockIndexX() * OffsetsOfBlock(kRowLanes) + row / kOffsetSharers;
   const int head = index % op.kv.kv_heads;
   const PendingQuantization ids = PendingOf(op, index / op.kv.kv_heads);
-  const int lane = ThreadIndexX() % kRowLanes;
-  const bool valid = ids.quantized >= 0 && RowLane{lane, op.kv.head_dim}.active();
+  const RowLane at = {ThreadIndexX() % kThreads, ids.quantized >= 0 ? op.kv.head_dim : 0};
   const int num_runs = op.kv.block_seq_len / kOffsetRun;
   float* const shared = reinterpret_cast<float*>(SharedMemory()) +
-                        (row / kOffsetSharers * kMaxOffsetRuns * kRowLanes + lane) * kLaneValues;
-  for (int run = sharer; valid && run < num_runs; run += kOffsetSharers) {
-    float sums[kLaneValues] = {};
-    SumRun<T>(op, ids, head, run * kOffsetRun, lane, sums);
+                        row / kOffsetSharers * kMaxOffsetRuns * kRowLanes * kLaneValues;
+  for (int i = sharer; i < num_runs * kPieces; i += kOffsetSharers) {
+    const RowLane of = at.Piece(i % kPieces);
+    const int run = i / kPieces;
+    if (of.active()) {
+      float sums[kLaneValues] = {};
+      SumRun<T>(op, ids, head, run * kOffsetRun, of.lane, sums);
 #pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      StoreShared(shared + run * kRowLanes * kLaneValues + i, sums[i]);
-    }
-  }
-  SyncBlock();
-  const bool stores = valid && sharer == 0;
-  RowTarget to = {KvCacheMode::kInt8, nullptr, nullptr, 1.f};
-  float mean[kLaneValues] = {};
-  if (stores) {
-    to = OffsetTarget(op.kv, ids.quantized, head);
-    for (int run = 0; run < num_runs; ++run) {
-#pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) {
-        mean[i] += LoadShared<float>(shared + run * kRowLanes * kLaneValues + i);
+      for (int j = 0; j < kLaneValues; ++j) {
+        StoreShared(shared + (run * kRowLanes + of.lane) * kLaneValues + j, sums[j]);
       }
     }
   }
-  const float share = 1.f / static_cast<float>(op.kv.block_seq_len);
-#pragma unroll
-  for (float& value : mean) {
-    value *= share;
+  SyncBlock();
+  const bool stores = at.active() && sharer == 0;
+  RowTarget to = {KvCacheMode::kInt8, nullptr, nullptr, 1.f};
+  if (stores) {
+    to = OffsetTarget(op.kv, ids.quantized, head);
   }
-  RowWriter<KvCacheMode::kInt8>::Write<kRowLanes, T>(to, {lane, stores ? op.kv.head_dim : 0},
-                                                     RoundLane<T>(mean), false);
+  const float share = 1.f / static_cast<float>(op.kv.block_seq_len);
+  float mean[kPieces][kLaneValues] = {};
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const RowLane of = at.Piece(piece);
+    for (int run = 0; stores && of.active() && run < num_runs; ++run) {
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) {
+        mean[piece][i] += LoadShared<float>(shared + (run * kRowLanes + of.lane) * kLaneValues + i);
+      }
+    }
+#pragma unroll
+    for (float& value : mean[piece]) {
+      value *= share;
+    }
+  }
+  LaneValues values[kPieces];
+  RoundPieces<T>(mean, values);
+  WriteRowAs<kRowLanes, T, KvCacheMode::kInt8>(to, {at.lane, stores ? op.kv.head_dim : 0}, values,
+                                               false);
 }
 
 // Load a lane's values of a row of the window, minus the K offset of the block if there is one.
@@ -180,23 +194,27 @@ __global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLa
   const bool is_k = BlockIndexX() < p.side_blocks;
   const KvSide side = is_k ? KvSide::kK : KvSide::kV;
   const int index = (BlockIndexX() - (is_k ? 0 : p.side_blocks)) * RowsOfBlock(kRowLanes) +
-                    ThreadIndexX() / kRowLanes;
+                    ThreadIndexX() / RowThreads(kRowLanes);
   const int shift = CountZeros(kv.block_seq_len);
   const int slot = index & (kv.block_seq_len - 1);
   const int head = (index >> shift) % kv.kv_heads;
   const int pending = (index >> shift) / kv.kv_heads;
   const PendingQuantization ids = PendingOf(p.op, pending);
   const bool valid = ids.quantized >= 0;
-  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
+  const RowLane at = {ThreadIndexX() % RowThreads(kRowLanes), valid ? kv.head_dim : 0};
   RowTarget to = {is_k ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
-  LaneValues values = {};
+  LaneValues values[RowPieces(kRowLanes)] = {};
   if (valid) {
     to = TargetOf(kv, side, ids.quantized, head, slot);
   }
-  if (at.active()) {
-    values = LoadWindowLane<T>(p.op, side, ids, head, slot, at.lane);
+#pragma unroll
+  for (int piece = 0; piece < RowPieces(kRowLanes); ++piece) {
+    const RowLane of = at.Piece(piece);
+    if (of.active()) {
+      values[piece] = LoadWindowLane<T>(p.op, side, ids, head, slot, of.lane);
+    }
+    AddClipped(values[piece], to.format, to.global_scale, p.op.num_clipped);
   }
-  AddClipped(values, to.format, to.global_scale, p.op.num_clipped);
   WriteRow<kRowLanes, T>(to, at, values, p.op.search_scales);
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// ⑥ WriteKv on a GPU. A run of 8, 16 or 32 lanes keeps one row (one head of
-// one token) in registers from the first load to the stored codes. Sums are in the same order as on
-// the CPU.
+// ⑥ WriteKv on a GPU. A run of 8, 16 or 32 threads keeps one row (one head of one token) in
+// registers from the first load to the stored codes. With 64 lanes, a thread has two of them. Sums
+// are in the same order as on the CPU.
 
 #include <cmath>
 #include <cstdint>
@@ -18,7 +18,7 @@ inline constexpr int kWriteThreads = 128;
 inline constexpr int kWriteBlocks = 5;
 inline constexpr int kFlattenBlocks = kHasE2m1 ? 6 : 8;  // 8 would spill on SM 100
 
-TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / row_lanes; }
+TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / RowThreads(row_lanes); }
 
 // Every block processes rows of one kind. The blocks of K and V, which do the arithmetic, are
 // spread evenly among those of Q, which wait for memory.
@@ -27,7 +27,6 @@ struct WriteKvLaunch {
   int q_blocks = 0;
   int kv_blocks = 0;      // for K, and as many for V
   int rotation_size = 0;  // 0: none
-  float rotation_norm = 1.f;
 };
 
 enum class RowKind { kQ, kK, kV };
@@ -50,6 +49,15 @@ TM_DEVICE void StoreFloats(float* to, const float (&x)[kLaneValues]) {
     StoreGlobal(
         reinterpret_cast<Float4*>(to + i),
         Float4{{FloatBits(x[i]), FloatBits(x[i + 1]), FloatBits(x[i + 2]), FloatBits(x[i + 3])}});
+  }
+}
+
+// Round the values of a thread's lanes.
+template <DataType T, int kPieces>
+TM_DEVICE void RoundPieces(const float (&x)[kPieces][kLaneValues], LaneValues (&out)[kPieces]) {
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    out[piece] = RoundLane<T>(x[piece]);
   }
 }
 
@@ -78,13 +86,14 @@ TM_DEVICE float SumInChains(const RowLane& at, const Add& add) {
 // One row of qkv while it is processed. Rows past the end have at.n = 0.
 template <int kRowLanes>
 struct ProcessRow {
+  static constexpr int kPieces = RowPieces(kRowLanes);
   const WriteKvLaunch& launch;
   RowKind kind;
   RowLane at;
   int token;
   int head;    // index among the heads of its kind
   float* row;  // in qkv
-  float x[kLaneValues];
+  float x[kPieces][kLaneValues];
 
   TM_DEVICE const WriteKvParams& op() const { return launch.op; }
   TM_DEVICE int head_of_all() const {
@@ -103,10 +112,21 @@ struct ProcessRow {
   template <DataType T>
   TM_DEVICE void SubtractOffset();
   TM_DEVICE void Store() {
-    if (at.active()) {
-      StoreFloats(row + at.first(), x);
+    ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
+      StoreFloats(row + of.first(), values);
+    });
+  }
+  // Call fn(lane, values) for each of the thread's lanes that holds values.
+  template <class F>
+  TM_DEVICE void ForEachPiece(const F& fn) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (at.Piece(piece).active()) {
+        fn(at.Piece(piece), x[piece]);
+      }
     }
   }
+  TM_DEVICE void RotateInMemory(const float* cosines, const float* sines);
 };
 
 template <int kRowLanes>
@@ -114,23 +134,27 @@ TM_DEVICE void ProcessRow<kRowLanes>::Load() {
   const int all = op().q_heads + (op().only_queries ? 0 : 2 * op().kv.kv_heads);
   row = op().qkv + (static_cast<int64_t>(token) * all + head_of_all()) * op().kv.head_dim;
 #pragma unroll
-  for (float& value : x) {
-    value = 0.f;
+  for (int i = 0; i < kPieces * kLaneValues; ++i) {
+    x[i / kLaneValues][i % kLaneValues] = 0.f;
   }
-  if (at.active()) {
-    LoadFloats(row + at.first(), x);
-  }
+  ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
+    LoadFloats(row + of.first(), values);
+  });
 }
 
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::AddBias() {
-  if (op().bias != nullptr && at.active()) {
-    float b[kLaneValues];
-    LoadFloats(op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim + at.first(), b);
-    for (int i = 0; i < kLaneValues; ++i) {
-      x[i] += b[i];
-    }
+  if (op().bias == nullptr) {
+    return;
   }
+  const float* bias = op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim;
+  ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
+    float b[kLaneValues];
+    LoadFloats(bias + of.first(), b);
+    for (int i = 0; i < kLaneValues; ++i) {
+      values[i] += b[i];
+    }
+  });
 }
 
 template <int kRowLanes>
@@ -141,67 +165,84 @@ TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight, const float* bia
   });
   const float mean = squares / static_cast<float>(op().kv.head_dim);
   const float inverse = 1.f / sqrtf(mean + op().norm_eps);
-  if (at.active()) {
+  ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
     float w[kLaneValues];
-    LoadFloats(weight + at.first(), w);
+    LoadFloats(weight + of.first(), w);
     for (int i = 0; i < kLaneValues; ++i) {
-      x[i] = MulRounded(MulRounded(x[i], inverse), w[i]);
+      values[i] = MulRounded(MulRounded(values[i], inverse), w[i]);
+    }
+  });
+}
+
+// Rotate a lane's values, given those at the other ends of their pairs, and their angles. Only the
+// values at `first` + i < rope_dim turn.
+TM_DEVICE void RotateLane(int first, int rope_dim, const float (&y)[kLaneValues],
+                          const float (&c)[kLaneValues], const float (&s)[kLaneValues],
+                          float (&x)[kLaneValues]) {
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    const int d = first + i;
+    if (d < rope_dim) {
+      const float own = MulRounded(x[i], c[i]);
+      const float turned = MulRounded(y[i], s[i]);
+      x[i] = d < rope_dim / 2 ? own - turned : own + turned;
     }
   }
 }
 
+// Rotate the pairs through global memory, where the row is rewritten anyway.
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::RotateInMemory(const float* cosines, const float* sines) {
+  const int half = op().rope_dim / 2;
+  SyncWarp();  // Norm has finished reading the row
+  Store();
+  SyncWarp();
+  ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
+    float y[kLaneValues] = {};
+    float c[kLaneValues] = {};
+    float s[kLaneValues] = {};
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const int d = of.first() + i;
+      if (d < op().rope_dim) {
+        y[i] = LoadGlobal(row + (d < half ? d + half : d - half));
+        c[i] = LoadGlobal(cosines + (d < half ? d : d - half));
+        s[i] = LoadGlobal(sines + (d < half ? d : d - half));
+      }
+    }
+    RotateLane(of.first(), op().rope_dim, y, c, s, values);
+  });
+}
+
 // Rotate the pairs (i, i + half) by the token's angles. If half is not a multiple of eight, a
-// pair's values are at different places in their lanes. They are then exchanged through global
-// memory, where the row is rewritten anyway.
+// pair's values are at different places in their lanes, and in a row of pieces in any lane.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Rotate(const float* all_cosines, const float* all_sines) {
   const int half = op().rope_dim / 2;
   const int first = at.first();
   const float* cosines = all_cosines + static_cast<int64_t>(token) * half;
   const float* sines = all_sines + static_cast<int64_t>(token) * half;
-  float y[kLaneValues];
-  float c[kLaneValues];
-  float s[kLaneValues];
-  const bool turns = first < op().rope_dim && at.active();
-  if (half % kLaneValues == 0) {
-    const int distance = half / kLaneValues;
-    const int other = first >= 2 * half ? at.lane
-                      : first < half    ? at.lane + distance
-                                        : at.lane - distance;
-    const int base = ThreadIndexX() & 31 & -kRowLanes;
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      y[i] = ShuffleTo(x[i], base + other);
-    }
-    if (turns) {
-      const int angle = first < half ? first : first - half;
-      LoadFloats(cosines + angle, c);
-      LoadFloats(sines + angle, s);
-    }
-  } else {
-    SyncWarp();  // Norm has finished reading the row
-    Store();
-    SyncWarp();
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      const int d = first + i;
-      if (turns && d < op().rope_dim) {
-        y[i] = LoadGlobal(row + (d < half ? d + half : d - half));
-        c[i] = LoadGlobal(cosines + (d < half ? d : d - half));
-        s[i] = LoadGlobal(sines + (d < half ? d : d - half));
-      }
-    }
+  if (kPieces > 1 || half % kLaneValues != 0) {
+    RotateInMemory(cosines, sines);
+    return;
   }
-  if (turns) {
+  float y[kLaneValues];
+  const int distance = half / kLaneValues;
+  const int other = first >= 2 * half ? at.lane
+                    : first < half    ? at.lane + distance
+                                      : at.lane - distance;
+  const int base = ThreadIndexX() & 31 & -kRowLanes;
 #pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      const int d = first + i;
-      if (d < op().rope_dim) {
-        const float own = MulRounded(x[i], c[i]);
-        const float turned = MulRounded(y[i], s[i]);
-        x[i] = d < half ? own - turned : own + turned;
-      }
-    }
+  for (int i = 0; i < kLaneValues; ++i) {
+    y[i] = ShuffleTo(x[0][i], base + other);
+  }
+  if (first < op().rope_dim && at.active()) {
+    float c[kLaneValues];
+    float s[kLaneValues];
+    const int angle = first < half ? first : first - half;
+    LoadFloats(cosines + angle, c);
+    LoadFloats(sines + angle, s);
+    RotateLane(first, op().rope_dim, y, c, s, x[0]);
   }
 }
 
@@ -210,7 +251,8 @@ TM_DEVICE void ProcessRow<kRowLanes>::Scale() {
   if (at.active()) {
     const float scale = op().query_scaling.At(LoadGlobal(op().batch.positions + token));
 #pragma unroll
-    for (float& value : x) {
+    for (int i = 0; i < kPieces * kLaneValues; ++i) {
+      float& value = x[i / kLaneValues][i % kLaneValues];
       value = MulRounded(value, scale);
     }
   }
@@ -218,13 +260,14 @@ TM_DEVICE void ProcessRow<kRowLanes>::Scale() {
 
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::SubtractMean() {
-  if (at.active()) {
+  const float* means = op().k_mean + static_cast<int64_t>(head) * op().kv.head_dim;
+  ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
     float mean[kLaneValues];
-    LoadFloats(op().k_mean + static_cast<int64_t>(head) * op().kv.head_dim + at.first(), mean);
+    LoadFloats(means + of.first(), mean);
     for (int i = 0; i < kLaneValues; ++i) {
-      x[i] -= mean[i];
+      values[i] -= mean[i];
     }
-  }
+  });
 }
 
 // Compute q · k_mean of the head's group from the row in memory.
@@ -245,11 +288,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::DotMean() {
 // Apply the normalized Walsh-Hadamard transform to every run of rotation_size values, at least 16.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Hadamard() {
-  HadamardStages(x, at.lane, launch.rotation_size);
-#pragma unroll
-  for (float& value : x) {
-    value *= launch.rotation_norm;
-  }
+  RotateRow(x, at.lane, launch.rotation_size);
 }
 
 // Return the location of row `slot` in one side of a block.
@@ -329,9 +368,10 @@ template <int kRowLanes>
 template <DataType T>
 TM_DEVICE void ProcessRow<kRowLanes>::SubtractOffset() {
   ProcessRow base = *this;
-  if (at.active()) {
-    LoadFloats(op().k_base + static_cast<int64_t>(head) * op().kv.head_dim + at.first(), base.x);
-  }
+  const float* k_base = op().k_base + static_cast<int64_t>(head) * op().kv.head_dim;
+  base.ForEachPiece([&](const RowLane& of, float(&values)[kLaneValues]) {
+    LoadFloats(k_base + of.first(), values);
+  });
   if (op().block_cos != nullptr) {
     base.Rotate(op().block_cos, op().block_sin);
   }
@@ -341,17 +381,21 @@ TM_DEVICE void ProcessRow<kRowLanes>::SubtractOffset() {
   if (launch.rotation_size > 0) {
     base.Hadamard();
   }
-  const LaneValues values = RoundLane<T>(base.x);
-  const IntLane<8> offset = EncodeInt<kRowLanes, 8, T>(values, at);
+  LaneValues values[kPieces];
+  RoundPieces<T>(base.x, values);
+  const ValueRange range = RangeOfPieces<kRowLanes, T>(values, at);
+  const TokenSlot place = at.active() ? SlotOfToken(op(), token) : TokenSlot{op().kv, -1, 0};
 #pragma unroll
-  for (int i = 0; i < kLaneValues; ++i) {
-    const auto code = static_cast<float>(offset.codes.v[i / 4] >> (8 * (i % 4)) & 0xffu);
-    x[i] = AddToNumber(x[i], -(MulRounded(code, offset.scale) + offset.zero));
-  }
-  if (at.active()) {
-    const TokenSlot place = SlotOfToken(op(), token);
-    if (place.slot == 0 && place.block >= 0) {
-      StoreIntLane<T>(OffsetTarget(place.kv, place.block, head), at, offset);
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const RowLane of = at.Piece(piece);
+    const IntLane<8> offset = EncodeIntIn<8, T>(range, values[piece], of);
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const auto code = static_cast<float>(offset.codes.v[i / 4] >> (8 * (i % 4)) & 0xffu);
+      x[piece][i] = AddToNumber(x[piece][i], -(MulRounded(code, offset.scale) + offset.zero));
+    }
+    if (of.active() && place.slot == 0 && place.block >= 0) {
+      StoreIntLane<T>(OffsetTarget(place.kv, place.block, head), of, offset);
     }
   }
 }
@@ -382,16 +426,17 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
   const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
   const RowKind kind = rows.kind;
   const int heads = kind == RowKind::kQ ? op.q_heads : op.kv.kv_heads;
-  const int index = rows.first + ThreadIndexX() / kRowLanes;
+  const int index = rows.first + ThreadIndexX() / RowThreads(kRowLanes);
   const int token = index / heads;
   const bool valid = token < op.batch.num_tokens;
-  ProcessRow<kRowLanes> row = {.launch = p,
-                               .kind = kind,
-                               .at = {ThreadIndexX() % kRowLanes, valid ? op.kv.head_dim : 0},
-                               .token = token,
-                               .head = index % heads,
-                               .row = nullptr,
-                               .x = {}};
+  ProcessRow<kRowLanes> row = {
+      .launch = p,
+      .kind = kind,
+      .at = {ThreadIndexX() % RowThreads(kRowLanes), valid ? op.kv.head_dim : 0},
+      .token = token,
+      .head = index % heads,
+      .row = nullptr,
+      .x = {}};
   row.Load();
   const RowTarget to = TargetOfToken(op, kind, token, row.head);  // overlaps with row.Load
   row.AddBias();
@@ -436,12 +481,16 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
   if (kind == RowKind::kQ) {
     return;
   }
-  const LaneValues values = RoundLane<T>(row.x);
-  if (values.has_nonfinite() && to.payload != nullptr) {
-    AddGlobal(op.num_nonfinite, CountNonfinite(values));
-  }
-  if (to.payload != nullptr) {
-    AddClipped(values, to.format, to.global_scale, op.num_clipped);
+  LaneValues values[RowPieces(kRowLanes)];
+  RoundPieces<T>(row.x, values);
+#pragma unroll
+  for (const LaneValues& piece : values) {
+    if (piece.has_nonfinite() && to.payload != nullptr) {
+      AddGlobal(op.num_nonfinite, CountNonfinite(piece));
+    }
+    if (to.payload != nullptr) {
+      AddClipped(piece, to.format, to.global_scale, op.num_clipped);
+    }
   }
   WriteRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }

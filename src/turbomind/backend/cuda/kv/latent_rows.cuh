@@ -1,8 +1,7 @@
 #pragma once
 
-// ⑥ WriteLatents, QuantizeBlocks and FlattenKV of layers with latents. A warp owns a row. A row of
-// latents may have more values than kv_encode.cuh covers with one warp, so that it is processed in
-// pieces of 256 values. Only the range of an integer format spans them.
+// ⑥ WriteLatents, QuantizeBlocks and FlattenKV of layers with latents. A warp owns a row, in pieces
+// (kv_encode.cuh).
 //
 // Bytes moved: the rows in FP32 and their codes. Bound: latency, with few tokens.
 
@@ -17,63 +16,17 @@
 namespace turbomind::cuda {
 
 inline constexpr int kLatentRows = kWriteThreads / 32;  // per block: one per warp
-inline constexpr int kPieceValues = 32 * kLaneValues;
-inline constexpr int kPieces = kMaxLatentDim / kPieceValues;
-
-// Return a lane's place in piece `piece` of a row of n values.
-TM_DEVICE RowLane LaneOfPiece(int lane, int n, int piece) {
-  const int rest = n - piece * kPieceValues;
-  return {lane, rest > 0 ? rest : 0};
-}
-
-// Return the location of a piece of a row.
-template <KvCacheMode M>
-TM_DEVICE RowTarget PieceOf(const RowTarget& row, int piece) {
-  RowTarget to = row;
-  if (to.payload != nullptr) {
-    to.payload += piece * (kPieceValues * Codec<M>::kBits / 8);
-    to.meta += IsFp4(M) ? piece * (kPieceValues / kFp4Group) : 0;
-  }
-  return to;
-}
-
-// Encode and store a row of n values, as WriteRow does.
-template <DataType T>
-TM_DEVICE void WritePieces(const RowTarget& to, int lane, int n, const LaneValues (&x)[kPieces],
-                           bool search) {
-  DispatchFormat(to.format, [&]<KvCacheMode M>() {
-    if constexpr (IsInteger(M)) {
-      ValueRange range = RangeOfLane<T>(x[0], LaneOfPiece(lane, n, 0));
-#pragma unroll
-      for (int piece = 1; piece < kPieces; ++piece) {
-        const ValueRange next = RangeOfLane<T>(x[piece], LaneOfPiece(lane, n, piece));
-        range = {fminf(range.min, next.min), fmaxf(range.max, next.max)};
-      }
-      range = RangeOfRow<32>(range);
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const RowLane at = LaneOfPiece(lane, n, piece);
-        StoreIntLane<T>(PieceOf<M>(to, piece), at,
-                        EncodeIntIn<Codec<M>::kBits, T>(range, x[piece], at));
-      }
-    } else {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        RowWriter<M>::template Write<32, T>(PieceOf<M>(to, piece), LaneOfPiece(lane, n, piece),
-                                            x[piece], search);
-      }
-    }
-  });
-}
+inline constexpr int kLatentLanes = kMaxLatentDim / kLaneValues;
+inline constexpr int kPieces = RowPieces(kLatentLanes);
 
 // Round a row of FP32 values, count what the cache counts, and store it.
 template <DataType T>
 TM_DEVICE void StoreLatentRow(const WriteLatentsParams& op, const RowTarget& to, int lane, int n,
                               const float (&x)[kPieces][kLaneValues]) {
   LaneValues values[kPieces];
+  RoundPieces<T>(x, values);
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
-    values[piece] = RoundLane<T>(x[piece]);
     if (to.payload != nullptr) {
       if (values[piece].has_nonfinite()) {
         AddGlobal(op.num_nonfinite, CountNonfinite(values[piece]));
@@ -81,7 +34,7 @@ TM_DEVICE void StoreLatentRow(const WriteLatentsParams& op, const RowTarget& to,
       AddClipped(values[piece], to.format, to.global_scale, op.num_clipped);
     }
   }
-  WritePieces<T>(to, lane, n, values, op.search_scales);
+  WriteRow<kLatentLanes, T>(to, {lane, n}, values, op.search_scales);
 }
 
 // Rotate the lane's eight values of `x` [rotary_dim] in place, and return them.
@@ -151,8 +104,9 @@ __global__ void __launch_bounds__(kWriteThreads) WriteLatentsKernel(WriteLatents
   float latent[kPieces][kLaneValues] = {};
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
-    if (LaneOfPiece(lane, rank, piece).active()) {
-      LoadFloats(row + piece * kPieceValues + lane * kLaneValues, latent[piece]);
+    const RowLane at = RowLane{lane, rank}.Piece(piece);
+    if (at.active()) {
+      LoadFloats(row + at.first(), latent[piece]);
     }
   }
   if (op.rotate) {
@@ -197,10 +151,11 @@ __global__ void __launch_bounds__(kWriteThreads) QuantizeLatentsKernel(QuantizeB
   DispatchWindow(from.format, [&]<KvCacheMode M>() {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      if (!LaneOfPiece(lane, n, piece).active()) {
+      const RowLane at = RowLane{lane, n}.Piece(piece);
+      if (!at.active()) {
         continue;
       }
-      const StoredLane<M> stored = LoadLane<M>(PieceOf<M>(from, piece), lane);
+      const StoredLane<M> stored = LoadLane<M>(from, at.lane);
       if constexpr (M == KvCacheMode::kNone) {  // keeps the bits of NaN
 #pragma unroll
         for (int i = 0; i < kLaneValues / 2; ++i) {
@@ -218,7 +173,7 @@ __global__ void __launch_bounds__(kWriteThreads) QuantizeLatentsKernel(QuantizeB
       AddClipped(values[piece], to.format, to.global_scale, op.num_clipped);
     }
   });
-  WritePieces<T>(to, lane, n, values, op.search_scales);
+  WriteRow<kLatentLanes, T>(to, {lane, n}, values, op.search_scales);
 }
 
 // Grid: 2 * num_seqs * max_len / kLatentRows.
@@ -249,20 +204,20 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenLatentsKernel(FlattenKVP
   DispatchFormat(format, [&]<KvCacheMode M>() {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const RowLane at = LaneOfPiece(lane, n, piece);
+      const RowLane at = RowLane{lane, n}.Piece(piece);
       if (!at.active()) {
         continue;
       }
       float x[kLaneValues] = {};
       if (block >= 0) {
         const RowTarget from = TargetOf(kv, row.side, block, 0, position & (kv.block_seq_len - 1));
-        const StoredLane<M> stored = LoadLane<M>(PieceOf<M>(from, piece), lane);
+        const StoredLane<M> stored = LoadLane<M>(from, at.lane);
 #pragma unroll
         for (int i = 0; i < kLaneValues; ++i) {
           x[i] = DecodeValue<T>(stored, i, from.global_scale);
         }
       }
-      StoreFloats(to + piece * kPieceValues + at.first(), x);
+      StoreFloats(to + at.first(), x);
     }
   });
 }

@@ -53,62 +53,97 @@ TM_DEVICE void StoreIntLane(const RowTarget& to, const RowLane& at, const IntLan
   }
 }
 
-// RowWriter<M>::Write<kRowLanes, T> encodes and stores a row of the cache dtype, as
-// Codec<M>::EncodeRow defines it. A format without one does not compile.
+// LaneWriter<M>::Write<T> encodes and stores a lane's part of a row of the cache dtype, as
+// Codec<M>::EncodeRow defines it. A format without one does not compile. Integers need the range of
+// the whole row.
+struct LaneToWrite {
+  const LaneValues& x;
+  ValueRange range;
+  bool search;
+};
+
 template <KvCacheMode M>
-struct RowWriter;
+struct LaneWriter;
 
 template <>
-struct RowWriter<KvCacheMode::kNone> {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
+struct LaneWriter<KvCacheMode::kNone> {
+  template <DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneToWrite& lane) {
+    StoreLane(to, at,
+              Words<16>{{lane.x.pairs[0], lane.x.pairs[1], lane.x.pairs[2], lane.x.pairs[3]}});
   }
 };
 
 template <int kIntBits>
 struct IntWriter {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreIntLane<T>(to, at, EncodeInt<kRowLanes, kIntBits, T>(x, at));
+  template <DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneToWrite& lane) {
+    StoreIntLane<T>(to, at, EncodeIntIn<kIntBits, T>(lane.range, lane.x, at));
   }
 };
 template <>
-struct RowWriter<KvCacheMode::kInt8> : IntWriter<8> {};
+struct LaneWriter<KvCacheMode::kInt8> : IntWriter<8> {};
 template <>
-struct RowWriter<KvCacheMode::kInt4> : IntWriter<4> {};
+struct LaneWriter<KvCacheMode::kInt4> : IntWriter<4> {};
 
 template <bool kE4m3>
 struct Fp8Writer {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreLane(to, at, EncodeFp8<kE4m3>(x, to.global_scale));
+  template <DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneToWrite& lane) {
+    StoreLane(to, at, EncodeFp8<kE4m3>(lane.x, to.global_scale));
   }
 };
 template <>
-struct RowWriter<KvCacheMode::kFp8E4m3> : Fp8Writer<true> {};
+struct LaneWriter<KvCacheMode::kFp8E4m3> : Fp8Writer<true> {};
 template <>
-struct RowWriter<KvCacheMode::kFp8E5m2> : Fp8Writer<false> {};
+struct LaneWriter<KvCacheMode::kFp8E5m2> : Fp8Writer<false> {};
 
 template <class Scale>
 struct Fp4Writer {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x,
-                              bool search) {
-    StoreFp4<Scale, T>(to, at, x, search);
+  template <DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneToWrite& lane) {
+    StoreFp4<Scale, T>(to, at, lane.x, lane.search);
   }
 };
 template <>
-struct RowWriter<KvCacheMode::kFp4Mx> : Fp4Writer<MxScale> {};
+struct LaneWriter<KvCacheMode::kFp4Mx> : Fp4Writer<MxScale> {};
 template <>
-struct RowWriter<KvCacheMode::kFp4Nv> : Fp4Writer<NvScale> {};
+struct LaneWriter<KvCacheMode::kFp4Nv> : Fp4Writer<NvScale> {};
 
-// Writes a row in the target's format. With `search`, FP4 scales minimize the squared error.
+// Return x[piece] without a register array that is indexed at run time.
+template <int kPieces>
+TM_DEVICE LaneValues SelectPiece(const LaneValues (&x)[kPieces], int piece) {
+  static_assert(kPieces <= 2);
+  LaneValues out = x[0];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    out.pairs[i / 2] = piece == 0 ? x[0].pairs[i / 2] : x[kPieces - 1].pairs[i / 2];
+    out.value[i] = piece == 0 ? x[0].value[i] : x[kPieces - 1].value[i];
+  }
+  out.top = piece == 0 ? x[0].top : x[kPieces - 1].top;
+  return out;
+}
+
+// Write a row in format M.
+template <int kRowLanes, DataType T, KvCacheMode M>
+TM_DEVICE void WriteRowAs(const RowTarget& to, const RowLane& at,
+                          const LaneValues (&x)[RowPieces(kRowLanes)], bool search) {
+  ValueRange range = {};
+  if constexpr (IsInteger(M)) {
+    range = RangeOfPieces<kRowLanes, T>(x, at);
+  }
+#pragma unroll 1
+  for (int piece = 0; piece < RowPieces(kRowLanes); ++piece) {
+    LaneWriter<M>::template Write<T>(to, at.Piece(piece), {SelectPiece(x, piece), range, search});
+  }
+}
+
+// Write a row in the target's format. With `search`, FP4 scales minimize the squared error.
 template <int kRowLanes, DataType T>
-TM_DEVICE void WriteRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
-  DispatchFormat(to.format, [&]<KvCacheMode M>() {
-    RowWriter<M>::template Write<kRowLanes, T>(to, at, x, search);
-  });
+TM_DEVICE void WriteRow(const RowTarget& to, const RowLane& at,
+                        const LaneValues (&x)[RowPieces(kRowLanes)], bool search) {
+  DispatchFormat(to.format,
+                 [&]<KvCacheMode M>() { WriteRowAs<kRowLanes, T, M>(to, at, x, search); });
 }
 
 }  // namespace turbomind::cuda
