@@ -252,13 +252,47 @@ TEST_CASE("latents: an engine on a GPU matches the logits of one on a CPU") {
   }
 }
 
+std::vector<Setting> LargeHeadSettings() {
+  std::vector<Setting> settings;
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3,
+                                   KvCacheMode::kInt4, KvCacheMode::kFp4Mx}) {
+    settings.push_back({testing::TinyGemma4LargeHeads(),
+                        testing::TinyEngineConfig(format),
+                        {.quantized = true, .alternates = false},
+                        {50, 3}});
+  }
+  Setting window16 = settings.back();
+  window16.config.kv_format = KvCacheMode::kFp4Nv;
+  window16.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
+  window16.prompts = {210, 3};  // blocks leave the 16-bit window
+  settings.push_back(window16);
+  Setting offsets = window16;
+  offsets.config.kv_quality.window_format = KvCacheMode::kInt8;
+  offsets.config.kv_quality.k_offset = true;
+  settings.push_back(offsets);
+  return settings;
+}
+
+TEST_CASE("heads of 512 values: an engine on a GPU matches the logits of one on a CPU") {
+  for (const Setting& setting : LargeHeadSettings()) {
+    CAPTURE(std::string(ToString(setting.config.kv_format)));
+    CAPTURE(setting.config.kv_quality.k_offset);
+    const auto requests = Requests(setting);
+    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+    const Outputs plain = RunPlain(setting);
+    const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
+    CheckAlike(got, want, kMaxError + FormatError(want, plain));
+    CheckStored(got, want, plain);
+  }
+}
+
 // The stand-in's clock counts launches, so its tuner chooses the fused kernels, which round at
 // other places.
 TEST_CASE("a tuned engine on a GPU matches the logits of one that is not tuned") {
   std::vector<TunedChoice> tuned;
   for (const ModelConfig& model :
        {testing::TinyConfig(), testing::TinyGptOss(), testing::TinyGemma(), testing::TinyParallel(),
-        testing::TinySigmoidMoe(), testing::TinyGemma4()}) {
+        testing::TinySigmoidMoe(), testing::TinyGemma4(), testing::TinyGemma4LargeHeads()}) {
     CAPTURE(model.moe.num_experts);
     CAPTURE(model.norm.outputs);
     CAPTURE(model.parallel);
@@ -369,10 +403,27 @@ TEST_CASE("latents: a deterministic engine gives a sequence the same bits in any
   }
 }
 
-TEST_CASE("latents: drafts change no bit of a deterministic engine") {
-  for (const ModelConfig& model : {testing::TinyDeepSeek(), testing::TinyGlm()}) {
-    const Setting setting = {
-        model, testing::TinyEngineConfig(KvCacheMode::kFp4Nv), kPacked, {20, 9}};
+TEST_CASE("heads of 512 values: a deterministic engine gives a sequence the same bits") {
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(format)));
+    Setting setting = {
+        testing::TinyGemma4LargeHeads(), testing::TinyEngineConfig(format), {}, {24, 3, 11}};
+    setting.options = {.quantized = true, .alternates = false};
+    if (format == KvCacheMode::kFp4Nv) {
+      setting.config.kv_quality.window16 = {0, 64};
+      setting.prompts = {100, 3};  // blocks leave the window
+    }
+    CheckBitsOfBatches(setting);
+  }
+}
+
+TEST_CASE("latents and heads of 512 values: drafts change no bit of a deterministic engine") {
+  for (const ModelConfig& model :
+       {testing::TinyDeepSeek(), testing::TinyGlm(), testing::TinyGemma4LargeHeads()}) {
+    const Setting setting = {model,
+                             testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
+                             {.quantized = true, .alternates = model.latent.exists()},
+                             {20, 9}};
     const CudaDeviceOptions options = {.deterministic = true};
     const Outputs want = RunOn(cuda::MakeDevice(0, options), setting, Requests(setting));
     const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);

@@ -97,6 +97,22 @@ TEST_CASE("a dense layer takes at most 6 launches, and 7 with a 16-bit window") 
   CHECK(CountPerLayer(testing::TinyConfig(), config, &tuned) == 7);
 }
 
+TEST_CASE("a layer with heads of 512 values takes as many launches as one with smaller heads") {
+  if (!CountsLaunches()) {
+    return;
+  }
+  ModelConfig model = testing::TinyConfig();
+  model.head_dim = 512;
+  model.ropes[0].dim = 512;
+  std::vector<TunedChoice> tuned;
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
+  CHECK(CountPerLayer(model, config, nullptr) == 10);
+  CHECK(CountPerLayer(model, config, &tuned) == 6);
+  config.kv_quality.window16 = {64, 64};
+  config.cache_block_seq_len = 64;
+  CHECK(CountPerLayer(model, config, nullptr) == 11);
+}
+
 TEST_CASE("a layer of experts takes at most 9 launches, and 10 with a 16-bit window") {
   if (!CountsLaunches()) {
     return;

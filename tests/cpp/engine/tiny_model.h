@@ -185,6 +185,15 @@ inline ModelConfig TinyGemma4() {
   return config;
 }
 
+// Returns the same with full attention as in a real Gemma 4: over heads of 512 values, whose RoPE
+// spans them.
+inline ModelConfig TinyGemma4LargeHeads() {
+  ModelConfig config = TinyGemma4();
+  config.layer_sizes.head_dims = {64, 512, 64, 64, 512};
+  config.ropes[1].dim = 512;
+  return config;
+}
+
 // Returns a config like that of DeepSeek-V2: latents, a dense layer and one with experts beside a
 // shared one. RoPE rotates neighbors.
 inline ModelConfig TinyDeepSeek() {

@@ -10,6 +10,7 @@
 #include "turbomind/backend/cuda/dense/dense_ops.h"
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/backend/cuda/kv/latent_rows.h"
+#include "turbomind/backend/cuda/large_head/large_head_ops.h"
 #include "turbomind/backend/cuda/latent/latent_ops.h"
 #include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/backend/cuda/linear/linear_ops.h"
@@ -152,6 +153,10 @@ class CudaDevice final : public Device {
     }
     if (layer.HasLatents()) {
       RequireLatentKernels(layer);
+      return;
+    }
+    if (HasLargeHeads(layer)) {
+      RequireLargeHeadKernels(layer, properties_);
       return;
     }
     FindDecodeVariant(layer, 1, properties_);  // prefill has the same head_dims and dtypes

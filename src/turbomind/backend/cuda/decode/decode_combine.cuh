@@ -7,15 +7,9 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cuda/decode/decode_merge.cuh"
+#include "turbomind/backend/cuda/decode/decode_combine.h"
 
 namespace turbomind::cuda {
-
-struct CombineParams {
-  MergeParams merge;
-  int num_rows = 0;       // num_seqs * q_heads
-  int warps_per_row = 1;  // 1, 2, 4 or 8: the order of sums depends on it
-};
 
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineAhead = 4;

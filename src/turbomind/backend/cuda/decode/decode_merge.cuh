@@ -19,8 +19,10 @@ struct MergeParams {
   // For every partial result and query head: o, not normalized, and (m, l) with m in units of log2.
   float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
   float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
-  // [num_seqs + 1]; sequence i has the partials first_partial[i] to first_partial[i + 1]
+  // [num_seqs + 1]; sequence i has the partials first_partial[i] to first_partial[i + 1]. If it is
+  // null, sequence i has the partials i * num_parts to (i + 1) * num_parts.
   const int32_t* first_partial = nullptr;
+  int num_parts = 1;
   float* out = nullptr;  // [num_seqs, q_heads, head_dim]
   int q_heads = 0;
   int head_dim = 0;
@@ -73,6 +75,23 @@ struct MergeRow {
   int head = 0;
 };
 
+// Return the first partial of a sequence.
+TM_DEVICE int FirstPartial(const MergeParams& p, int sequence) {
+  return p.first_partial != nullptr ? LoadGlobal(p.first_partial + sequence)
+                                    : sequence * p.num_parts;
+}
+
+// Return a row's sink logit, in units of log2. A sink adds weight but no value.
+TM_DEVICE float SinkLogit(const MergeParams& p, const MergeRow& row) {
+  if (p.sinks == nullptr) {
+    return -INFINITY;
+  }
+  const int64_t index = static_cast<int64_t>(row.sequence) * p.q_heads + row.head;
+  const float shift =
+      p.q_dot_mean != nullptr ? p.softmax_scale * LoadGlobal(p.q_dot_mean + index) : 0.f;
+  return (LoadGlobal(p.sinks + row.head) - shift) * kLog2E;
+}
+
 // Which partials of a row a warp merges: first, first + step, ...
 struct PartialStride {
   int first = 0;
@@ -84,11 +103,10 @@ struct PartialStride {
 template <int kVectors, int kAhead>
 TM_DEVICE MergedRow<kVectors> AddPartials(const MergeParams& p, MergeRow row, PartialStride stride,
                                           int lane) {
-  const int end = LoadGlobal(p.first_partial + row.sequence + 1);
+  const int end = FirstPartial(p, row.sequence + 1);
   MergedRow<kVectors> sum;
 #pragma unroll 1
-  for (int i = LoadGlobal(p.first_partial + row.sequence) + stride.first; i < end;
-       i += kAhead * stride.step) {
+  for (int i = FirstPartial(p, row.sequence) + stride.first; i < end; i += kAhead * stride.step) {
     MergedRow<kVectors> next[kAhead];
     float max = sum.m;
 #pragma unroll
@@ -121,15 +139,12 @@ TM_DEVICE MergedRow<kVectors> AddPartials(const MergeParams& p, MergeRow row, Pa
   return sum;
 }
 
-// Normalize and write a row. A sink adds weight but no value. A row without partials and without a
-// sink is zero.
+// Normalize and write a row. A row without partials and without a sink is zero.
 template <int kVectors>
 TM_DEVICE void FinishRow(const MergeParams& p, MergeRow row, int lane, MergedRow<kVectors> sum) {
   const int64_t index = static_cast<int64_t>(row.sequence) * p.q_heads + row.head;
   if (p.sinks != nullptr) {
-    const float shift =
-        p.q_dot_mean != nullptr ? p.softmax_scale * LoadGlobal(p.q_dot_mean + index) : 0.f;
-    const float sink = (LoadGlobal(p.sinks + row.head) - shift) * kLog2E;
+    const float sink = SinkLogit(p, row);
     sum.RaiseTo(fmaxf(sum.m, sink));
     sum.l += Exp2Approx(sink - sum.m);
   }
@@ -144,6 +159,8 @@ TM_DEVICE void FinishRow(const MergeParams& p, MergeRow row, int lane, MergedRow
   }
 }
 
-TM_HD constexpr int MergeVectors(int head_dim) { return head_dim <= 128 ? 1 : 2; }
+TM_HD constexpr int MergeVectors(int head_dim) {
+  return head_dim <= 128 ? 1 : head_dim <= 256 ? 2 : 4;
+}
 
 }  // namespace turbomind::cuda

@@ -6,6 +6,7 @@
 #include "turbomind/backend/cuda/decode/decode_combine.cuh"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/decode/decode_variants.h"
+#include "turbomind/backend/cuda/large_head/large_head_ops.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/check.h"
 
@@ -191,16 +192,18 @@ void LaunchAmplitudes(const Context& context, const AttentionParams& params, flo
                          .amplitudes = amplitudes});
 }
 
+}  // namespace
+
 void LaunchCombine(const Context& context, const CombineParams& params) {
   const int vectors = MergeVectors(params.merge.head_dim);
-  Launch(vectors == 1 ? &CombineKernel<1> : &CombineKernel<2>,
+  Launch(vectors == 1   ? &CombineKernel<1>
+         : vectors == 2 ? &CombineKernel<2>
+                        : &CombineKernel<4>,
          {.grid_x = CeilDiv(int64_t{params.num_rows} * params.warps_per_row, kCombineWarps),
           .threads = 32 * kCombineWarps,
           .shared_bytes = static_cast<size_t>(CombineSharedBytes(vectors))},
          context.stream, params);
 }
-
-}  // namespace
 
 void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
                          const AttentionParams& params) {
@@ -209,6 +212,10 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
     return;
   }
   const DecodePlanner::Plan& plan = planner.Find(params);
+  if (HasLargeHeads(params.kv)) {
+    RunLargeHeadItems(context, plan, params);
+    return;
+  }
   const int head_dim = params.kv.head_dim;
   const int64_t rows = (plan.num_quantized + plan.num_window16) * params.q_heads;
   const int64_t num_amplitudes =

@@ -28,8 +28,8 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
     default:
       throw InvalidArgument("head_dim",
                             std::to_string(head_dim) +
-                                " is not supported on a GPU, only 64, 80, 96, 128 and 256. "
-                                "Use --device cpu.");
+                                " is not supported on a GPU, only 64, 80, 96, 128, 256 and "
+                                "multiples of 16 from 272 to 512. Use --device cpu.");
   }
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "turbomind/backend/cuda/decode/decode_variants.h"
+#include "turbomind/backend/cuda/large_head/large_head_ops.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/backend/cuda/tuner/decode_tuning.h"
 #include "turbomind/core/ceil_div.h"
@@ -85,15 +86,22 @@ std::vector<Question> QuestionsFor(const std::vector<AttentionToTune>& all) {
   return questions;
 }
 
-// Return the schedules for a layer, the table's first.
-std::vector<DecodeSchedule> SchedulesFor(const Context& ctx, const Question& question) {
+// Return the blocks that an SM runs at once. As in a plan, a block of one head tile counts.
+int ResidentHeadTiles(const Context& ctx, const Question& question) {
   const KvLayerView view = question.View(nullptr, nullptr);
-  const DecodeVariant variant =
-      FindDecodeVariant(view, question.attention->q_heads / view.kv_heads, ctx.gpu);
+  const int group = question.attention->q_heads / view.kv_heads;
+  if (HasLargeHeads(view)) {
+    return LargeHeadResidentTiles(ctx, view, group);
+  }
+  const DecodeVariant variant = FindDecodeVariant(view, group, ctx.gpu);
   const int resident = BlocksPerSm(reinterpret_cast<const void*>(variant.kernel), variant.threads,
                                    variant.shared_bytes);
-  // A plan counts blocks of one head tile.
-  const int slots = resident * std::max(variant.heads / kHeadTile, 1);
+  return resident * std::max(variant.heads / kHeadTile, 1);
+}
+
+// Return the schedules for a layer, the table's first.
+std::vector<DecodeSchedule> SchedulesFor(const Context& ctx, const Question& question) {
+  const int slots = ResidentHeadTiles(ctx, question);
   std::vector<DecodeSchedule> schedules = {{}};
   for (const int slots_per_sm : {schedules[0].slots_per_sm, slots}) {
     for (const int waves : kWaves) {
