@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_families import GEMMA4_MODELS
 from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy import TurbomindEngineConfig, _turbomind
@@ -381,6 +382,17 @@ def test_pipeline_on_a_gpu_gives_logits_of_the_cpu(shim, checkpoint, policy, mod
     else:  # single values may differ more: values next to a midpoint get other codes
         plain = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", "none", *ask[1:]))
         assert np.std(error) < bound < np.std(np.subtract(logits[0], plain[2][0]))
+
+
+def test_pipeline_on_a_gpu_runs_heads_of_512_values(shim, tmp_path):
+    # Heads as in real checkpoints of Gemma 4: 512 values in full attention, 256 in windows.
+    tiny = next(tiny for tiny in GEMMA4_MODELS if tiny.name == "gemma4-dim512")
+    ask = (str(save_model(make_model(tiny), tmp_path)), "cuda", "none", "16", QUESTION)
+    lines, tokens, logits = json.loads(run(ANSWER, shim, *ask))
+    assert "cuda" in lines[0] and len(tokens) == 4
+    wanted = json.loads(run(ANSWER, os.devnull, ask[0], "cpu", *ask[2:]))
+    error = np.abs(np.subtract(logits[0], wanted[2][0])).max()
+    assert 0 < error < LOGIT_TOLERANCE * np.std(wanted[2][0])
 
 
 def test_cublas_lt_files_finds_libraries_of_wheels(tmp_path, monkeypatch):

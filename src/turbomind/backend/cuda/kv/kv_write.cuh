@@ -15,7 +15,7 @@ namespace turbomind::cuda {
 
 inline constexpr int kWriteThreads = 128;
 // Blocks per SM for which the registers must suffice.
-inline constexpr int kWriteBlocks = 5;
+TM_HD constexpr int WriteBlocks(int row_lanes) { return RowPieces(row_lanes) == 1 ? 5 : 4; }
 inline constexpr int kFlattenBlocks = kHasE2m1 ? 6 : 8;  // 8 would spill on SM 100
 
 TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / RowThreads(row_lanes); }
@@ -420,7 +420,8 @@ TM_DEVICE BlockRows RowsOf(const WriteKvLaunch& p, int64_t block) {
 
 // Grid: q_blocks + 2 * kv_blocks.
 template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(WriteKvLaunch p) {
+__global__ void __launch_bounds__(kWriteThreads, WriteBlocks(kRowLanes))
+    WriteKvKernel(WriteKvLaunch p) {
   BeginKernel();
   const WriteKvParams& op = p.op;
   const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
