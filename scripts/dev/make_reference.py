@@ -315,9 +315,8 @@ def make_models() -> str:
         "[accuracy.md](accuracy.md) has those of a trained model.",
         _table_of_divergences(),
         "Refused by name, when the model is loaded:\n\n"
-        "* on CUDA: a head_dim that is not 64, 80, 96, 128, 256 or a multiple of 16 from 272 to "
-        "512, such as the 512 of the layers with full attention of a Gemma 4. On a CPU, head_dim "
-        "is a multiple of 16 up to 512.\n"
+        "* on CUDA: every head_dim but 64, 80, 96, 128, 256 and the multiples of 16 from 272 to "
+        "512 (Gemma 4 has 256 and 512). On a CPU, head_dim is a multiple of 16 up to 512.\n"
         "* a K calibration (`lmdeploy lite calibrate`) of a model whose layers differ in head_dim "
         "or KV heads.\n"
         "* Gemma 4 with `use_bidirectional_attention` all, or with another vocabulary of its "
