@@ -303,7 +303,7 @@ class TuningResult:
     machine: Final[str]  # what the choices depend on; empty: the device has nothing to choose
     choices: Final[list[TunedChoice]]
     num_measured: Final[int]
-    num_left: Final[int]  # not measured for lack of time or memory
+    num_left: Final[int]  # without an answer: no time, no memory, or wrong results
     wrong: Final[list[str]]  # "KERNEL for QUESTION": its results differ from the table's kernel
 
 class Device:

@@ -51,7 +51,7 @@ struct TuningResult {
   std::string machine;
   std::vector<TunedChoice> choices;  // for the layers: those of `saved` and the measured ones
   int num_measured = 0;
-  int num_left = 0;  // questions that keep the table's choice for lack of time or memory
+  int num_left = 0;  // questions without an answer: no time, no memory, or wrong results
   // Kernels whose results on this machine differ from those of the table's kernel. They are not
   // used: "KERNEL for QUESTION".
   std::vector<std::string> wrong;

@@ -168,7 +168,7 @@ void RunLargeHeadSequences(const Context& context, const AttentionParams& op, co
   }
   const int num_tokens = host.cu_seqlens[sequences.end] - params.first_token;
   if (!context.deterministic) {
-    const int64_t slots = int64_t{variant.blocks_per_sm} * context.gpu.num_sms;
+    const int64_t slots = TileSlots(context.gpu, variant.shared_bytes, variant.blocks_per_sm);
     const int64_t blocks = int64_t{params.num_tiles} * op.kv.kv_heads;
     const int max_parts = std::clamp(longest / kMinPart, 1, kMaxParts);
     params.num_parts = static_cast<int>(std::clamp<int64_t>(slots / blocks, 1, max_parts));

@@ -136,7 +136,7 @@ void RunItems(const Context& context, const DecodePlanner& planner,
   const LatentVariant variant = ChooseVariant(context, params, op.q_heads);
   const int64_t blocks = CeilDiv(op.q_heads, variant.rows);
   // The plan's items fill a GPU with other kernels.
-  const int64_t slots = int64_t{variant.blocks_per_sm} * context.gpu.num_sms;
+  const int64_t slots = TileSlots(context.gpu, variant.shared_bytes, variant.blocks_per_sm);
   params.num_parts =
       static_cast<int>(std::clamp<int64_t>(slots / (plan.num_slots * blocks), 1, kMaxParts));
   const int64_t num_items = plan.num_quantized + plan.num_window16;
@@ -177,7 +177,7 @@ void RunSequences(const Context& context, const LatentAttentionParams& op, const
     params.num_tiles += static_cast<int>(CeilDiv(tokens * op.q_heads, variant.rows));
   }
   const int num_tokens = host.cu_seqlens[end] - params.first_token;
-  const int64_t slots = int64_t{variant.blocks_per_sm} * context.gpu.num_sms;
+  const int64_t slots = TileSlots(context.gpu, variant.shared_bytes, variant.blocks_per_sm);
   if (!context.deterministic) {
     const int max_parts = std::clamp(longest / kMinPart, 1, kMaxParts);
     params.num_parts =

@@ -6,8 +6,13 @@
 // All warps of a block read one tile of positions. It is copied to shared memory as it is stored,
 // and expanded there to 16 bits once. The warps share the values' columns (tile_products.cuh).
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
 #include "turbomind/backend/cuda/decode/decode_shape.cuh"
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/backend/cuda/runtime/runtime.h"
 #include "turbomind/core/dtype.h"
 
 namespace turbomind::cuda {
@@ -25,8 +30,7 @@ inline constexpr int kPartUnit = 32;   // a multiple of every tile's tokens
 // A kernel's shape derives from this one. It adds the places of the queries' and the tile's rows in
 // shared memory:
 //   kStride      bytes of a row in 16 bits, with padding such that eight rows at the same column
-//   are
-//                in different banks. The queries begin at 0.
+//                are in different banks. The queries begin at 0.
 //   kTileAt      the tile
 //   kSumsAt      [kColumnWarps, kRows] parts of scores, rows kSumStride bytes apart. Weights
 //                overwrite the first warp's part, each row its own.
@@ -51,5 +55,11 @@ struct SharedTileShape {
   static constexpr int kSumStride = 4 * kTokens + 16;            // bytes of a row of scores in FP32
   static constexpr int kSumBytes = kColumnWarps * kRows * kSumStride;
 };
+
+// Return the blocks that run at the same time. Their registers allow `max_per_sm` on an SM.
+inline int64_t TileSlots(const GpuProperties& gpu, size_t shared_bytes, int max_per_sm) {
+  const auto fitting = static_cast<int64_t>(gpu.shared_bytes_per_block / shared_bytes);
+  return std::clamp<int64_t>(fitting, 1, max_per_sm) * gpu.num_sms;
+}
 
 }  // namespace turbomind::cuda
