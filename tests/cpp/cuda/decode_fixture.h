@@ -16,6 +16,7 @@
 #include "cuda/gpu_array.h"
 #include "kv/first_seen.h"
 #include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cuda/attention/attention_ops.h"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/runtime/event_timer.h"
 #include "turbomind/backend/cuda/runtime/step_arrays.h"

@@ -1,6 +1,6 @@
 // Chooses schedules of decode attention with injected times.
 
-#include "turbomind/backend/cuda/tuner/decode_tuning.h"
+#include "turbomind/backend/cuda/attention/decode_tuning.h"
 
 #include <doctest/doctest.h>
 

@@ -13,6 +13,7 @@
 
 #include "cpu/attention_fixture.h"
 #include "cuda/gpu_array.h"
+#include "turbomind/backend/cuda/attention/attention_ops.h"
 #include "turbomind/backend/cuda/linear/linear_wide.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "turbomind/backend/cuda/attention/attention_ops.h"
+#include "turbomind/backend/cuda/attention/decode_tuning.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/decode/decode_variants.h"
@@ -25,7 +27,6 @@
 #include "turbomind/backend/cuda/runtime/used_gpu.h"
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
 #include "turbomind/backend/cuda/transfer/row_transfer.h"
-#include "turbomind/backend/cuda/tuner/decode_tuning.h"
 #include "turbomind/backend/cuda/tuner/overlap_tuning.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"

@@ -6,7 +6,6 @@
 #include "turbomind/backend/cuda/decode/decode_combine.cuh"
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/decode/decode_variants.h"
-#include "turbomind/backend/cuda/large_head/large_head_ops.h"
 #include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/check.h"
 
@@ -205,17 +204,9 @@ void LaunchCombine(const Context& context, const CombineParams& params) {
          context.stream, params);
 }
 
-void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
-                         const AttentionParams& params) {
+void RunDecodeItems(const Context& context, const DecodePlanner::Plan& plan,
+                    const AttentionParams& params) {
   const BatchView& batch = params.batch;
-  if (batch.num_decode == 0) {
-    return;
-  }
-  const DecodePlanner::Plan& plan = planner.Find(params);
-  if (HasLargeHeads(params.kv)) {
-    RunLargeHeadItems(context, plan, params);
-    return;
-  }
   const int head_dim = params.kv.head_dim;
   const int64_t rows = (plan.num_quantized + plan.num_window16) * params.q_heads;
   const int64_t num_amplitudes =

@@ -90,19 +90,18 @@ class DecodePlanner {
   AttentionPlan plan_;       // reused for every group
 };
 
-// Attention of sequences [0, num_decode) of the batch: Device::DecodeAttention. All addresses are
-// on the GPU; q, out and q_dot_mean are 16-byte aligned. REQUIRES: the planner has uploaded the
-// step.
+// Attention of sequences [0, num_decode) of the batch, of which there is one, in the items of a
+// plan. All addresses are on the GPU; q, out and q_dot_mean are 16-byte aligned. REQUIRES: the
+// planner has uploaded the step.
 //
-// Layers with large heads use kernels of their own (large_head_ops.h). For all others, a block of a
-// kernel reads one item for up to 8 or 16 query heads of a KV head. The items of the
+// A block of a kernel reads one item for up to 8 or 16 query heads of a KV head. The items of the
 // window use the kernel of the window's format with its pool. CombineKernel or the blocks that end
 // last merge the results (DecodeSchedule). Matrix products have 16-bit operands and FP32 sums,
 // whatever params.exact says. The split of positions depends on the batch, and so do a row's bits.
-// A deterministic device uses CudaPrefillAttention for all sequences instead.
+// A deterministic device uses RunPrefillSequences for all sequences instead.
 //
-// Throws InvalidArgument if no kernel exists for the layer (decode_variants.h, large_head_ops.h).
-void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
-                         const AttentionParams& params);
+// Throws InvalidArgument if no kernel exists for the layer (decode_variants.h).
+void RunDecodeItems(const Context& context, const DecodePlanner::Plan& plan,
+                    const AttentionParams& params);
 
 }  // namespace turbomind::cuda

@@ -1,7 +1,6 @@
 #pragma once
 
-// ⑦ Attention with heads of more than 256 values on a GPU. CudaDecodeAttention and
-// CudaPrefillAttention run it for such layers.
+// ⑦ Attention with heads of more than 256 values on a GPU (attention_ops.h).
 
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"

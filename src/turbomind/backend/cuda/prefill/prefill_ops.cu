@@ -2,7 +2,6 @@
 #include <vector>
 
 #include "turbomind/backend/cuda/kv/kv_ops.h"
-#include "turbomind/backend/cuda/large_head/large_head_ops.h"
 #include "turbomind/backend/cuda/prefill/prefill_launch.h"
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
 #include "turbomind/core/ceil_div.h"
@@ -218,13 +217,9 @@ void RunPass(const Pass& pass) {
 
 }  // namespace
 
-void CudaPrefillAttention(const Context& context, const PrefillChoices& choices,
-                          const AttentionParams& params, const BatchView& host,
-                          const SequenceRange& sequences, int64_t scratch_bytes) {
-  if (HasLargeHeads(params.kv)) {
-    RunLargeHeadSequences(context, params, host, sequences);
-    return;
-  }
+void RunPrefillSequences(const Context& context, const PrefillChoices& choices,
+                         const AttentionParams& params, const BatchView& host,
+                         const SequenceRange& sequences, int64_t scratch_bytes) {
   const int kv_heads = params.kv.kv_heads;
   std::vector<Group> groups = MakeGroups(params, host, sequences, scratch_bytes);
   int64_t num_bytes = 0;

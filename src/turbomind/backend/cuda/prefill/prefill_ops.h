@@ -35,14 +35,10 @@ struct SequenceRange {
 // and KV heads are processed in groups. They use more only if one KV head of one sequence needs
 // more. The partial results of split positions are additional.
 //
-// Layers with large heads use kernels of their own, which read the cache as it is stored
-// (large_head_ops.h).
-//
-// REQUIRES: a cache dtype of 16 bits; head_dim 64, 80, 96, 128, 256, or that of a large head; q,
+// REQUIRES: a cache dtype of 16 bits; head_dim 64, 80, 96, 128, 256; q,
 // out and q_stride are multiples of 16 bytes.
-void CudaPrefillAttention(const Context& context, const PrefillChoices& choices,
-                          const AttentionParams& params, const BatchView& host,
-                          const SequenceRange& sequences,
-                          int64_t scratch_bytes = kPrefillScratchBytes);
+void RunPrefillSequences(const Context& context, const PrefillChoices& choices,
+                         const AttentionParams& params, const BatchView& host,
+                         const SequenceRange& sequences, int64_t scratch_bytes);
 
 }  // namespace turbomind::cuda

@@ -6,10 +6,11 @@
 #include <random>
 #include <utility>
 
+#include "turbomind/backend/cuda/attention/attention_ops.h"
+#include "turbomind/backend/cuda/attention/decode_tuning.h"
 #include "turbomind/backend/cuda/decode/decode_variants.h"
 #include "turbomind/backend/cuda/large_head/large_head_ops.h"
 #include "turbomind/backend/cuda/runtime/step_graphs.h"
-#include "turbomind/backend/cuda/tuner/decode_tuning.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
