@@ -9,10 +9,10 @@
 
 #include "turbomind/backend/cpu/isa/attention/attention.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/attention/latent_bytes.h"
 #include "turbomind/backend/cpu/isa/attention/latent_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/latent_tile.h"
-#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 
 namespace turbomind::TM_ISA {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 
+#include "turbomind/backend/cpu/isa/attention/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/kv/kv_encode.h"
-#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
-#include "turbomind/backend/cpu/isa/kv/kv_rotate.h"
+#include "turbomind/backend/cpu/isa/attention/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
