@@ -145,6 +145,16 @@ void CheckAlike(const Outputs& got, const Outputs& want, double tolerance) {
   }
 }
 
+// Compare a GPU's logits with those of the CPU. Return whether CheckStored applies.
+bool CompareDevices(const Setting& setting) {
+  const auto requests = Requests(setting);
+  const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+  const Outputs plain = RunPlain(setting);
+  const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
+  CheckAlike(got, want, kMaxError + FormatError(want, plain));
+  return CheckStored(got, want, plain);
+}
+
 // Counts the reads by the host and the tokens that the device samples.
 class CountingDevice : public testing::ForwardingDevice {
  public:
@@ -201,12 +211,7 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
     CAPTURE(std::string(ToString(setting.config.kv_format)));
     CAPTURE(setting.model.moe.num_experts);
     CAPTURE(setting.config.kv_quality.rotate_k);
-    const auto requests = Requests(setting);
-    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
-    const Outputs plain = RunPlain(setting);
-    const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
-    CheckAlike(got, want, kMaxError + FormatError(want, plain));
-    num_tokens_sent += CheckStored(got, want, plain) ? 1 : 0;
+    num_tokens_sent += CompareDevices(setting) ? 1 : 0;
   }
   // The check applies to every setting but 16 bit, int8 and one mix of formats.
   CHECK(num_tokens_sent == static_cast<int>(Settings().size()) - 3);
@@ -243,12 +248,7 @@ TEST_CASE("latents: an engine on a GPU matches the logits of one on a CPU") {
     CAPTURE(std::string(ToString(setting.config.kv_format)));
     CAPTURE(setting.model.num_heads);
     CAPTURE(setting.prompts[0]);
-    const auto requests = Requests(setting);
-    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
-    const Outputs plain = RunPlain(setting);
-    const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
-    CheckAlike(got, want, kMaxError + FormatError(want, plain));
-    CheckStored(got, want, plain);
+    CompareDevices(setting);
   }
 }
 
@@ -277,12 +277,7 @@ TEST_CASE("heads of 512 values: an engine on a GPU matches the logits of one on 
   for (const Setting& setting : LargeHeadSettings()) {
     CAPTURE(std::string(ToString(setting.config.kv_format)));
     CAPTURE(setting.config.kv_quality.k_offset);
-    const auto requests = Requests(setting);
-    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
-    const Outputs plain = RunPlain(setting);
-    const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
-    CheckAlike(got, want, kMaxError + FormatError(want, plain));
-    CheckStored(got, want, plain);
+    CompareDevices(setting);
   }
 }
 
