@@ -5,6 +5,7 @@ import { byId } from "./dom.js";
 
 /** Open a dialog. Return whether its form was sent. */
 function ask(dialog, onSubmit = () => {}) {
+  dialog.onclose?.(); // The browser sends `close` late: perhaps after the dialog is open again.
   dialog.showModal();
   return new Promise((resolve) => {
     let isSent = false;
@@ -14,7 +15,7 @@ function ask(dialog, onSubmit = () => {}) {
       isSent = true;
       dialog.close();
     };
-    dialog.onclose = () => resolve(isSent);
+    dialog.onclose = () => dialog.open || resolve(isSent);
   });
 }
 

@@ -93,6 +93,22 @@ def test_chat_is_renamed_and_deleted_by_keyboard(open_tab: Any, fake: str) -> No
     assert stored_chats(tab) == []
 
 
+def test_canceled_deletion_does_not_answer_the_next(open_tab: Any, fake: str) -> None:
+    tab = open_tab(fake)
+    tab.ask("hello")
+    # One task: the `close` event of the first dialog arrives when the second is open.
+    action(tab, "Delete").evaluate(
+        """button => {
+            const dialog = document.querySelector("#delete-dialog");
+            button.click();
+            dialog.close();
+            button.click();
+        }"""
+    )
+    tab.page.locator("#delete-dialog").get_by_role("button", name="Delete").click()
+    expect(tab.page.locator("#chat-list .chat")).to_have_count(0)
+
+
 def test_deleted_chat_stays_deleted_when_its_answer_ends(open_tab: Any, fake: str) -> None:
     tab = open_tab(fake)
     tab.send("x" * 300)
