@@ -182,13 +182,17 @@ constexpr int64_t LatentStateFloats(int rank) {
   return int64_t{kStateHeader + rank} * kLatentLanes;
 }
 
+// Bytes between the rounded keys of a tile, whatever their rank: offsets of a loop over tokens are
+// then part of its instructions. Not a power of two, which would give the rows few sets of L1.
+inline constexpr int kLatentKeyStride = kMaxLatentDim + 64;
+
 // Returns the size of the scratch of latent_splits, in floats.
 constexpr int64_t LatentScratchFloats(int num_rows, int rank, int rotary_dim) {
   const int64_t width = rank + rotary_dim;
   const int64_t rows = num_rows + kLatentLanes;
   // Queries, also rounded; the tile, also rounded; the metadata of both sides; scores.
   return 2 * rows * width + 2 * kTileTokens * width + kTileTokens * (width / 16 + 4) +
-         kTileTokens * kLatentLanes + 8 * rows + 256;
+         kTileTokens * (kLatentKeyStride / 4 + kLatentLanes) + 8 * rows + 256;
 }
 
 namespace scalar {

@@ -27,6 +27,9 @@ constexpr int kSums = 4;
 constexpr int kSums = 1;
 #endif
 
+constexpr int kRun = 16;  // tokens that are rounded to bytes together; in one block of the cache
+static_assert(kRun % kSums == 0 && kRun % kTokenBytes == 0);
+
 // The memory of a call.
 struct Memory {
   float* q;     // [blocks, width, lanes]
@@ -62,7 +65,7 @@ Memory Arrange(const LatentSplitsArgs& args, int rank, int width) {
     return at;
   };
   const int blocks = args.rows.num_blocks();
-  memory.bytes.keys = reinterpret_cast<int8_t*>(take(kTileTokens * rank / 4));
+  memory.bytes.keys = reinterpret_cast<int8_t*>(take(kTileTokens * kLatentKeyStride / 4));
   memory.bytes.values = reinterpret_cast<int8_t*>(take(kTileTokens * rank / 4));
   memory.bytes.scales = take(kTileTokens);
   memory.bytes.offsets = reinterpret_cast<int32_t*>(take(kTileTokens));
@@ -234,12 +237,12 @@ void ScoreBytes(const Call& call, int block, const Seen& seen) {
       Store(call.memory.sums + (t + i) * kLanes, Mul(ToFloat(sum[i]), factor));
       sum[i] = Set1Int(bytes.offsets[t + i]);
     }
-    const int8_t* key = bytes.keys + int64_t{t} * call.rank;
+    const int8_t* key = bytes.keys + t * kLatentKeyStride;
     for (int d = 0; d < call.rank; d += 4) {
       const I32x16 query = LoadInt(q.codes + d / 4 * kLanes);
       Unroll<kSums>([&](auto i) __attribute__((always_inline)) {
         constexpr int at = decltype(i)::value;
-        sum[at] = DotBytes(sum[at], query, key + at * call.rank + d);
+        sum[at] = DotBytes(sum[at], query, key + at * kLatentKeyStride + d);
       });
     }
     for (int i = 0; i < kSums; ++i) {
@@ -279,63 +282,74 @@ void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, flo
   }
 }
 
-// Expands the latents of 16 positions from `position` on, of which the tokens [begin, end) are
-// seen.
-void ExpandRun(const Call& call, const KvHead& kv, int position, const Seen& some) {
+// Rounds the latents of the positions [position, position + kRun) of a view whose tokens are in
+// `seen`, the tokens of that run that are seen.
+template <KvCacheMode M>
+void ExpandRun(const Call& call, const KvHead& kv, int position, const Seen& seen) {
   const KvLayerView& layer = *kv.layer;
-  const int first = position % kTileTokens;
   const int shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));
-  const auto run = [&](int at) {
+  const auto row_of = [&](int at) {
     const int64_t block = at < call.last ? kv.blocks[at >> shift] : -1;
     return block < 0 ? KvRow{} : layer.Row(KvSide::kV, block, 0, at & (layer.block_seq_len - 1));
   };
   const float* scale = layer.global_scale[static_cast<int>(KvSide::kV)];
   const float factor = scale != nullptr ? *scale : 1.f;
-  const auto expand = layer.format[1] == KvCacheMode::kFp4Mx ? ExpandToken<KvCacheMode::kFp4Mx>
-                                                             : ExpandToken<KvCacheMode::kFp4Nv>;
-  KvRow row = run(position);
-  KvRow next = run(position + kTileTokens);
-  for (int token = first; token < MinOf(first + 16, some.end); ++token) {
+  const int64_t bytes = layer.row_bytes[1];
+  const KvRow next = row_of(position + kTileTokens);
+  const KvRow first = row_of(position);
+  const int begin = position % kTileTokens;
+  TokenFactors factors[kRun];  // of all tokens first: finding them is a chain of slow instructions
+  for (int token = seen.begin; token < seen.end; ++token) {
+    const int i = token - begin;
+    call.memory.bytes.scales[token] = FindFactors<M>(first.metadata + i * layer.ScaleStride(),
+                                                     call.rank / 16, factor, &factors[i]);
+  }
+  for (int token = seen.begin; token < seen.end; ++token) {
+    const int i = token - begin;
     if (next.payload != nullptr) {
-      PrefetchBytes(reinterpret_cast<const std::byte*>(next.payload), layer.row_bytes[1]);
-      PrefetchBytes(reinterpret_cast<const std::byte*>(next.metadata), layer.scale_bytes[1]);
-      next.payload += layer.row_bytes[1];
-      next.metadata += layer.ScaleStride();
+      PrefetchBytes(reinterpret_cast<const std::byte*>(next.payload + i * bytes), bytes);
+      PrefetchBytes(reinterpret_cast<const std::byte*>(next.metadata + i * layer.ScaleStride()),
+                    layer.scale_bytes[1]);
     }
-    if (token >= some.begin) {
-      expand(row, call.rank, factor, token, call.memory.bytes);
-    }
-    row.payload += layer.row_bytes[1];
-    row.metadata += layer.ScaleStride();
+    ExpandToken(first.payload + i * bytes, call.rank, factors[i], token, call.memory.bytes);
   }
 }
 
-// Rounds the rows of a tile to integers. Its rotary part is in `tile`. Tokens that complete a run
-// count as zero.
+// Finds the rows of a side of a tile.
+LatentSide FindSide(const Call& call, const KvHead& kv, KvSide side, int tile, const Seen& some) {
+  LatentSide found = OpenLatentSide(kv, side, call.memory.meta[static_cast<int>(side)]);
+  FindRows(kv, tile, some, call.last, &found);
+  return found;
+}
+
+// Rounds the rows of a tile to integers. Tokens that complete a run count as zero.
 void ExpandToBytes(const Call& call, const KvHead& kv, int tile, const Seen& some) {
   const ByteTile& bytes = call.memory.bytes;
-  for (int first = some.begin / 16 * 16; first < some.end; first += 16) {
-    ExpandRun(call, kv, tile + first, some);
-  }
   const int rotary_dim = call.width - call.rank;
-  const int run = MaxOf(kSums, kTokenBytes);
-  const int begin = some.begin / run * run;
-  const int end = (some.end + run - 1) / run * run;
-  for (int token = begin; token < end; ++token) {
-    if (token >= some.begin && token < some.end) {
-      RoundRotary(call.memory.tile + int64_t{token} * call.width + call.rank, rotary_dim, token,
-                  bytes);
-      continue;
+  const auto expand = kv.layer->format[1] == KvCacheMode::kFp4Mx ? ExpandRun<KvCacheMode::kFp4Mx>
+                                                                 : ExpandRun<KvCacheMode::kFp4Nv>;
+  const LatentSide rotary = FindSide(call, kv, KvSide::kK, tile, some);
+  for (int first = some.begin / kRun * kRun; first < some.end; first += kRun) {
+    const Seen seen = {MaxOf(first, some.begin), MinOf(first + kRun, some.end)};
+    // In turns: each prefetches the next tile, and few requests fit into the queue of L1.
+    ExpandLatentSide(kv, rotary, seen, call.memory.tile + call.rank, call.width);
+    expand(call, kv, tile + first, seen);
+    for (int token = first; token < first + kRun; ++token) {
+      if (token >= seen.begin && token < seen.end) {
+        RoundRotary(call.memory.tile + int64_t{token} * call.width + call.rank, rotary_dim, token,
+                    bytes);
+        continue;
+      }
+      __builtin_memset(bytes.keys + token * kLatentKeyStride, 0, call.rank);
+      __builtin_memset(bytes.rotary + int64_t{token} * rotary_dim, 0, rotary_dim * sizeof(int16_t));
+      bytes.scales[token] = bytes.rotary_scales[token] = 0.f;
+      bytes.offsets[token] = 0;
     }
-    __builtin_memset(bytes.keys + int64_t{token} * call.rank, 0, call.rank);
-    __builtin_memset(bytes.rotary + int64_t{token} * rotary_dim, 0, rotary_dim * sizeof(int16_t));
-    bytes.scales[token] = bytes.rotary_scales[token] = 0.f;
-    bytes.offsets[token] = 0;
-  }
-  for (int t = begin; t < end; t += kTokenBytes) {
-    for (int d = 0; d < call.rank; d += kByteDims) {
-      InterleaveTokens(bytes.keys + int64_t{t} * call.rank + d, call.rank,
-                       bytes.values + d * kTileTokens + t * kValueRun);
+    for (int t = first; t < first + kRun; t += kTokenBytes) {  // while L1 has the keys
+      for (int d = 0; d < call.rank; d += kByteDims) {
+        InterleaveTokens(bytes.keys + t * kLatentKeyStride + d, kLatentKeyStride,
+                         bytes.values + d * kTileTokens + t * kValueRun);
+      }
     }
   }
 }
@@ -356,17 +370,13 @@ void AddTile(const Call& call, const KvHead& kv, int tile, bool window16) {
   }
   const bool in_bytes =
       !call.args.exact && IsFp4(kv.layer->format[1]) && call.rank % kByteDims == 0;
-  for (const KvSide side : {KvSide::kV, KvSide::kK}) {
-    if (in_bytes && side == KvSide::kV) {
-      continue;
-    }
-    LatentSide rows = OpenLatentSide(kv, side, call.memory.meta[static_cast<int>(side)]);
-    FindRows(kv, tile, some, call.last, &rows);
-    ExpandLatentSide(kv, rows, some, call.memory.tile + (side == KvSide::kV ? 0 : call.rank),
-                     call.width);
-  }
   if (in_bytes) {
     ExpandToBytes(call, kv, tile, some);
+  } else {
+    for (const KvSide side : {KvSide::kV, KvSide::kK}) {
+      ExpandLatentSide(kv, FindSide(call, kv, side, tile, some), some,
+                       call.memory.tile + (side == KvSide::kV ? 0 : call.rank), call.width);
+    }
   }
   // The score loop reads whole runs of tokens.
   const auto clear = [&](int begin, int end) {

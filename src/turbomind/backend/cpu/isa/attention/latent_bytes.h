@@ -30,7 +30,7 @@ inline constexpr float kLeastScale = 1e-30f;  // below it, a token or a row coun
 
 // A tile in 8 bits.
 struct ByteTile {
-  int8_t* keys;          // [kTileTokens, rank]
+  int8_t* keys;          // [kTileTokens, kLatentKeyStride], rank of each row
   int16_t* rotary;       // [kTileTokens, rotary_dim] of 13 bits
   float* rotary_scales;  // [kTileTokens] of each token
   // [rank / kValueRun, kTileTokens / kTokenBytes, kValueRun, kTokenBytes], in the order of ValueDim
@@ -61,26 +61,25 @@ TM_HD I32x16 DotPair(I32x16 sum, I32x16 a, const void* b) { return {DotPairsOf(s
 constexpr int ValueDim(int i) { return i % 16 / 4 * 16 + i / 16 * 4 + i % 4; }
 
 // Expands four groups of 16 codes. `factors` has a factor of doubled E2M1 values per group, in both
-// halves of a dword, times 2^8.
-TM_HD void ExpandGroups(const uint8_t* payload, const int32_t* factors, int8_t* out) {
-  const __m512i doubled = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 1, 2, 3, 4, 6, 8, 12));
+// halves of a dword, times 2^8. Returns `sum` with the values added to its lanes.
+TM_HD I32x16 ExpandGroups(I32x16 sum, const uint8_t* payload, const int32_t* factors, int8_t* out) {
+  // 2^7 times the doubled values: mulhrs adds 2^14 and divides by 2^15.
+  const __m512i doubled =
+      _mm512_broadcast_i32x4(_mm_setr_epi16(0, 128, 256, 384, 512, 768, 1024, 1536));
   const __m512i of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   const __m512i factor = _mm512_permutexvar_epi32(
       of_lane, _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(factors))));
-  const __m512i products = _mm512_mullo_epi16(doubled, factor);
-  const __m512i positive = _mm512_srli_epi16(_mm512_add_epi16(products, _mm512_set1_epi16(128)), 8);
+  const __m512i positive = _mm512_mulhrs_epi16(doubled, factor);
   const __m512i table =
       _mm512_packs_epi16(positive, _mm512_sub_epi16(_mm512_setzero_si512(), positive));
   const __m512i bytes =
       _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(payload)));
+  constexpr int kOrAnd = 0xa8;  // (a | b) & c
   const __m512i codes =
-      _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi16(bytes, 4)), _mm512_set1_epi8(15));
-  _mm512_storeu_si512(out, _mm512_shuffle_epi8(table, codes));
-}
-
-// Returns the sum of kByteDims signed bytes in the lanes of `sum`.
-TM_HD I32x16 AddBytes(I32x16 sum, const int8_t* values) {
-  return {_mm512_dpbusd_epi32(sum.v, _mm512_set1_epi8(1), _mm512_loadu_si512(values))};
+      _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi16(bytes, 4), _mm512_set1_epi8(15), kOrAnd);
+  const __m512i values = _mm512_shuffle_epi8(table, codes);
+  _mm512_storeu_si512(out, values);
+  return {_mm512_dpbusd_epi32(sum.v, _mm512_set1_epi8(1), values)};
 }
 
 // Interleaves kByteDims values of four tokens, `stride` bytes apart. The runs of the result lie a
@@ -121,8 +120,10 @@ TM_HD I32x16 DotPair(const I32x16& sum, const I32x16& a, const void* b) {
 
 constexpr int ValueDim(int i) { return i; }
 
-TM_HD void ExpandGroups(const uint8_t* payload, const int32_t* factors, int8_t* out) {
+TM_HD I32x16 ExpandGroups(const I32x16& sum, const uint8_t* payload, const int32_t* factors,
+                          int8_t* out) {
   constexpr int8_t kDoubled[] = {0, 1, 2, 3, 4, 6, 8, 12};
+  int32_t total = 0;
   for (int group = 0; group < kByteDims / 16; ++group) {
     const int factor = factors[group] & 0xffff;
     int8_t table[16];
@@ -134,14 +135,8 @@ TM_HD void ExpandGroups(const uint8_t* payload, const int32_t* factors, int8_t* 
       const uint8_t both = payload[8 * group + i];
       out[16 * group + 2 * i] = table[both & 15];
       out[16 * group + 2 * i + 1] = table[both >> 4];
+      total += table[both & 15] + table[both >> 4];
     }
-  }
-}
-
-TM_HD I32x16 AddBytes(const I32x16& sum, const int8_t* values) {
-  int32_t total = 0;
-  for (int i = 0; i < kByteDims; ++i) {
-    total += values[i];
   }
   return Select(LaneRange(0, 1), Add(sum, Set1Int(total)), sum);
 }
@@ -168,20 +163,25 @@ TM_HD int32_t SumLanes(const I32x16& x) {
 
 #endif
 
-// Rounds a token's FP4 row to 8 bits. `factor` is the global scale.
+// The factors of a token's groups for ExpandGroups.
+struct TokenFactors {
+  alignas(64) int32_t of_group[kMaxLatentDim / 16 + kLanes];
+};
+
+// Finds how a token's FP4 values are rounded to 8 bits. Returns the token's scale; `factor` is the
+// global one.
 template <KvCacheMode M>
-void ExpandToken(const KvRow& row, int rank, float factor, int token, const ByteTile& to) {
-  alignas(64) int32_t factors[kMaxLatentDim / 16 + kLanes];
-  const int groups = rank / 16;
+TM_HD float FindFactors(const uint8_t* metadata, int groups, float factor, TokenFactors* found) {
+  int32_t* factors = found->of_group;
   F32x16 largest = Zero();
   for (int g = 0; g < groups; g += kLanes) {
     F32x16 scales;
     if (groups - g >= kLanes) {
-      scales = ScaleValue<M, 0>(LoadBytes(row.metadata + g));
+      scales = ScaleValue<M, 0>(LoadBytes(metadata + g));
     } else {
       uint8_t bytes[kLanes] = {};
       for (int i = 0; i < groups - g; ++i) {
-        bytes[i] = row.metadata[g + i];
+        bytes[i] = metadata[g + i];
       }
       scales = Select(LaneRange(0, groups - g), ScaleValue<M, 0>(LoadBytes(bytes)), Zero());
     }
@@ -196,13 +196,17 @@ void ExpandToken(const KvRow& row, int rank, float factor, int token, const Byte
     const I32x16 rounded = Truncate(Mul(scales, Set1(inverse)));
     StoreInt(factors + g, Or(rounded, ShiftLeft<16>(rounded)));
   }
-  int8_t* keys = to.keys + static_cast<int64_t>(token) * rank;
+  return top * (6.f / kByteMax) * factor;
+}
+
+// Rounds a token's FP4 values to 8 bits.
+TM_HD void ExpandToken(const uint8_t* payload, int rank, const TokenFactors& factors, int token,
+                       const ByteTile& to) {
+  int8_t* keys = to.keys + token * kLatentKeyStride;
   I32x16 sum = Set1Int(0);
   for (int d = 0; d < rank; d += kByteDims) {
-    ExpandGroups(row.payload + d / 2, factors + d / 16, keys + d);
-    sum = AddBytes(sum, keys + d);
+    sum = ExpandGroups(sum, payload + d / 2, factors.of_group + d / 16, keys + d);
   }
-  to.scales[token] = top * (6.f / kByteMax) * factor;
   to.offsets[token] = -128 * SumLanes(sum);
 }
 

@@ -54,7 +54,7 @@ void ExpandRows(const LatentSide& side, const Seen& seen, float* out, int stride
       if constexpr (IsInterleaved(S)) {
         values = Deinterleave(values);
       }
-      Store(to + kLanes * group, side.factor == 1.f ? values : Mul(values, factor));
+      Store(to + kLanes * group, Mul(values, factor));
     }
   }
 }
