@@ -2,7 +2,7 @@
 // sampling and handing over outputs. A thread takes the outputs at the same time, as Python does.
 //
 //   CUDA_SHIM_FAULT=idle LMDEPLOY_CUDA_LIBRARY=libturbomind_cuda_shim.so host_bench
-//       batch=128 context=1024 window16=0 temperature=0
+//       batch=128 context=1024 window16=0 groups=1 sampled=0
 //
 // The kernels of this stand-in do nothing, so a step takes the time of the host alone. On a GPU the
 // driver's calls are added.

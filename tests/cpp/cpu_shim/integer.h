@@ -17,11 +17,8 @@ namespace turbomind {
 [[gnu::noinline]] inline __m512i _mm512_mullo_epi32(__m512i a, __m512i b) {
   return cpu_shim::Map<uint32_t>([](uint32_t x, uint32_t y) { return x * y; }, a, b);
 }
-[[gnu::noinline]] inline __m512i _mm512_mullo_epi16(__m512i a, __m512i b) {
-  return cpu_shim::Map<uint16_t>([](unsigned x, unsigned y) { return x * y; }, a, b);
-}
-[[gnu::noinline]] inline __m512i _mm512_add_epi16(__m512i a, __m512i b) {
-  return cpu_shim::Map<uint16_t>([](int x, int y) { return x + y; }, a, b);
+[[gnu::noinline]] inline __m512i _mm512_mulhrs_epi16(__m512i a, __m512i b) {
+  return cpu_shim::Map<int16_t>([](int x, int y) { return (x * y + 0x4000) >> 15; }, a, b);
 }
 [[gnu::noinline]] inline __m512i _mm512_sub_epi16(__m512i a, __m512i b) {
   return cpu_shim::Map<uint16_t>([](int x, int y) { return x - y; }, a, b);
