@@ -24,17 +24,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from predict_linear import (
-    CLOCK_GHZ,
-    COPY_GBPS,
-    COPY_SHARE,
-    ISSUE_SHARE,
-    LAUNCH_CYCLES,
-    SMS,
-)
+from h100 import CLOCK_GHZ, COPY_GBPS, LAUNCH_CYCLES, SCHEDULERS, SMS
+from predict_linear import COPY_SHARE, ISSUE_SHARE
 from predict_rows import BLOCK_CYCLES, MMA_CYCLES
 
-TOKENS, WARPS, SCHEDULERS = 32, 8, 4
+TOKENS, WARPS = 32, 8
 RANK, ROTARY = 512, 64
 PHASE_CYCLES = 80  # assumed: a barrier, and the latency of the first and last access
 WAVEFRONT_BYTES = 128  # of shared memory in a cycle

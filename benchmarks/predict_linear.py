@@ -20,20 +20,16 @@ a GPU after d9c15d8.
 
 from __future__ import annotations
 
-import argparse
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SMS, CLOCK_GHZ, COPY_GBPS = 132, 1.79, 3027.0  # H100; the clock under this load
-REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 227 * 1024, 64, 32
-LAUNCH_CYCLES, LATENCY, LATENCY_ALONE = 2000, 1130, 1060  # fitted to the measurements below
+from compiled_kernel import Code, compile_kernel, nvdisasm_option
+from h100 import CLOCK_GHZ, COPY_GBPS, LAUNCH_CYCLES, SCHEDULERS, SMS, blocks_per_sm
+
+LATENCY, LATENCY_ALONE = 1130, 1060  # fitted to the measurements below, as LAUNCH_CYCLES
 COPY_SHARE, ROW_SHARE = 0.93, 0.64
 ISSUE_SHARE = 0.85  # of the cycles in which a scheduler can issue, if nothing else limits
 MAX_SLICES, WANTED_WARPS, MIN_UNITS = 8, 6144, 5  # as linear_choice.cc
@@ -119,13 +115,8 @@ OLD = {
 def resident_blocks(layer: Layer, counts: Counts) -> int:
     """Return how many blocks of a layer fit into an SM."""
     warps = layer.slices
-    per_warp = -(-counts.registers // 8) * 8 * 32
-    return min(
-        REGISTERS // (per_warp * warps),
-        SHARED_BYTES // (counts.shared * warps + 1024),
-        MOST_WARPS // warps,
-        MOST_BLOCKS,
-    )
+    shared = counts.shared * warps
+    return blocks_per_sm(registers=counts.registers, shared_bytes=shared, warps=warps)
 
 
 def wave_cycles(layer: Layer, counts: Counts, *, blocks: float, latency: int) -> float:
@@ -133,7 +124,7 @@ def wave_cycles(layer: Layer, counts: Counts, *, blocks: float, latency: int) ->
     unit_bytes = UNITS[layer.kind][0] * TILES.get(layer.kind, 1)
     warps = blocks * layer.slices
     units = layer.units / layer.slices
-    issue = warps / 4 * counts.instructions
+    issue = warps / SCHEDULERS * counts.instructions
     if counts.in_flight == 1:
         by_latency = units * (latency + issue)
     else:
@@ -157,23 +148,7 @@ def predict(layer: Layer, counts: Counts) -> float:
 
 def loop_instructions(sass: str) -> int:
     """Return the instructions of the innermost loop that waits for copies."""
-    place: dict[str, int] = {}
-    lines: list[str] = []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            place[label[1]] = len(lines)
-        elif code := re.match(r"\s*/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            lines.append(code[1])
-    loops = []
-    for end, line in enumerate(lines):
-        target = re.search(r"BRA `\((\.L_x_\d+)\)", line)
-        if target and place.get(target[1], end + 1) <= end:
-            begin = place[target[1]]
-            if any("DEPBAR.LE" in x for x in lines[begin:end]):
-                loops.append(end + 1 - begin)
-    if not loops:
-        raise ValueError("no loop waits for copies")
-    return min(loops)
+    return min(end + 1 - begin for begin, end in Code.of(sass).copy_loops())
 
 
 def stages_of(kind: str) -> int:
@@ -189,25 +164,17 @@ def stage_bytes(kind: str) -> int:
 def count(kind: str, *, nvdisasm: str, folder: Path) -> Counts:
     """Compile the kernel of a format for SM 90 and count."""
     name, tiles = WEIGHT_FORMATS[kind], TILES.get(kind, 1)
-    source, cubin = folder / f"{kind}.cu", folder / f"{kind}.cubin"
-    source.write_text(
+    source = (
         '#include "turbomind/backend/cuda/linear/linear_stream.cuh"\n'
         "using namespace turbomind;\nusing namespace turbomind::cuda;\n"
         f"using C = StreamConfig<MatrixFormat::{name}, {tiles}, 1>;\n"
         f"static_assert(C::kStages == {stages_of(kind)});\n"
         "template __global__ void turbomind::cuda::StreamKernel<C>(StreamParams);\n"
     )
-    command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{ROOT / 'src'}"]
-    command += ["--expt-relaxed-constexpr", "-Xptxas=-v", "-cubin", "-o", str(cubin), str(source)]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used = re.search(r"StreamKernel.*?Used (\d+) registers", log, re.S)
-    sass = subprocess.run(
-        [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
-    ).stdout
-    if used is None:
-        raise ValueError("ptxas names no registers")
+    found = compile_kernel(source, kernel="StreamKernel", nvdisasm=nvdisasm, folder=folder)
     stages = stages_of(kind)
-    return Counts(int(used[1]), loop_instructions(sass), stages - 1, stages * stage_bytes(kind))
+    instructions = loop_instructions(found.sass)
+    return Counts(found.registers, instructions, stages - 1, stages * stage_bytes(kind))
 
 
 def print_table(title: str, counts: dict[str, Counts], *, measured: bool) -> None:
@@ -233,25 +200,6 @@ def print_table(title: str, counts: dict[str, Counts], *, measured: bool) -> Non
             f"| {layer.kind}, {layer.outputs:,} x {layer.cols:,} | {one.registers} | {resident} | "
             f"{layer.blocks / SMS / resident:.2f} | {flight:.0f} KiB | {us:.1f} us | {end} |"
         )
-
-
-def nvdisasm_option(text: str | None, arguments: Sequence[str] | None) -> str | None:
-    """Parse the command line of a program with the docstring `text`.
-
-    Returns:
-        the path of nvdisasm, or None, with a message, if it or nvcc is missing.
-    """
-    parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
-    parser.add_argument("--nvdisasm", default=shutil.which("nvdisasm"), help="of the CUDA toolkit")
-    path: str | None = parser.parse_args(arguments).nvdisasm
-    if not path or not shutil.which("nvcc"):
-        print(
-            f"{parser.prog}: only the old kernels are predicted. Those of this tree need nvcc, and "
-            "nvdisasm (pip install nvidia-cuda-nvdisasm, then --nvdisasm PATH).",
-            file=sys.stderr,
-        )
-        return None
-    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

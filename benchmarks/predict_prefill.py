@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from predict_linear import SMS
+from h100 import SMS
 
 CUBLAS_TFLOPS = 737.0  # 2,048 rows of 28,672 x 4,096 on an H100 (docs/gpu.md)
 PRODUCTS_PER_CYCLE = 2048

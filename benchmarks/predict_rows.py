@@ -31,34 +31,24 @@ from __future__ import annotations
 
 import math
 import re
-import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from compiled_kernel import Code, compile_kernel, nvdisasm_option
+from h100 import CLOCK_GHZ, COPY_GBPS, LAUNCH_CYCLES, SCHEDULERS, SMS, blocks_per_sm
 from predict_linear import (
-    CLOCK_GHZ,
-    COPY_GBPS,
     COPY_SHARE,
     ISSUE_SHARE,
     LATENCY,
-    LAUNCH_CYCLES,
     MAX_SLICES,
     MIN_UNITS,
-    MOST_BLOCKS,
-    MOST_WARPS,
-    REGISTERS,
-    ROOT,
     ROW_SHARE,
-    SHARED_BYTES,
-    SMS,
     UNITS,
     WANTED_WARPS,
     WEIGHT_FORMATS,
-    nvdisasm_option,
 )
 
 BLOCK_CYCLES = 700  # assumed: about 200 instructions of a warp, a barrier and the stores
@@ -164,18 +154,13 @@ def predict(work: Work, kernel: Kernel) -> Prediction:
     has_totals = kernel.is_tile and slices > 1 and not in_parts
     totals = kernel.rows * kernel.block_outputs * 4 if has_totals else 0
     shared = kernel.shared * (1 if kernel.is_tile else warps) + totals
-    resident = min(
-        REGISTERS // (-(-kernel.registers // 8) * 8 * 32 * warps),
-        SHARED_BYTES // (shared + 1024),
-        MOST_WARPS // warps,
-        MOST_BLOCKS,
-    )
+    resident = blocks_per_sm(registers=kernel.registers, shared_bytes=shared, warps=warps)
 
     filled = work.rows * TOP / row_blocks if work.experts else min(kernel.rows, work.rows)
     x_bytes = filled * UNITS[work.kind][1] * (2 / TILE_WARPS if kernel.is_tile else 4)
 
     def wave(blocks_of_sm: int) -> float:
-        per_scheduler = blocks_of_sm * warps / 4
+        per_scheduler = blocks_of_sm * warps / SCHEDULERS
         issue = per_scheduler * kernel.instructions
         tensor = per_scheduler * kernel.products * MMA_CYCLES
         by_l2 = blocks_of_sm * warps * (kernel.tiles * unit_bytes + x_bytes) / L2_BYTES
@@ -229,8 +214,8 @@ def predict_wide(work: Work, kernel: Wide) -> Prediction:
 
     def step(blocks: float) -> float:
         """Return the cycles of a step with so many blocks on each SM."""
-        issue = blocks * WIDE_WARPS * kernel.instructions / 4 / ISSUE_SHARE
-        tensor = blocks * WIDE_WARPS / 4 * kernel.products * kernel.rows / 2
+        issue = blocks * WIDE_WARPS * kernel.instructions / SCHEDULERS / ISSUE_SHARE
+        tensor = blocks * WIDE_WARPS / SCHEDULERS * kernel.products * kernel.rows / 2
         return max(issue, tensor, blocks * step_bytes / L2_BYTES, LATENCY / kernel.ahead)
 
     full, rest = divmod(items, grid)
@@ -256,7 +241,7 @@ def wide_rows(work: Work) -> int:
 
 def count_wide(kind: str, *, rows: int, nvdisasm: str, folder: Path) -> Wide:
     """Compile a WideKernel of this tree and count."""
-    sizes, registers, loop = compile_kernel(
+    sizes, registers, loop = count_loop(
         "linear_wide",
         config=f"WideConfig<MatrixFormat::{WEIGHT_FORMATS[kind]}, {rows}>",
         kernel="Wide",
@@ -314,31 +299,12 @@ OLD: dict[Form, Kernel] = {
 
 def loop_of_copies(sass: str) -> list[str]:
     """Return the instructions of the loop that waits for copies, without the sums of slices."""
-    place: dict[str, int] = {}
-    lines: list[str] = []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            place[label[1]] = len(lines)
-        elif code := re.match(r"\s*/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
-            lines.append(code[1])
-
-    def target(i: int) -> int | None:
-        found = re.search(r"BRA `\((\.L_x_\d+)\)", lines[i])
-        return None if found is None else place.get(found[1])
-
-    loops = []
-    for end in range(len(lines)):
-        begin = target(end)
-        if begin is None or begin > end:
-            continue
-        if any("DEPBAR.LE" in x for x in lines[begin:end]):
-            loops.append((end - begin, begin, end))
-    if not loops:
-        raise ValueError("no loop waits for copies")
-    _, begin, end = min(loops)
+    code = Code.of(sass)
+    lines = code.lines
+    begin, end = min(code.copy_loops(), key=lambda loop: loop[1] - loop[0])
     dropped: set[int] = set()
     for i in range(begin, end):
-        after = target(i)
+        after = code.target(i)
         if after is not None and i < after <= end + 1:
             skipped = lines[i + 1 : after]
             # Sums go to shared memory, and no product is skipped.
@@ -348,9 +314,9 @@ def loop_of_copies(sass: str) -> list[str]:
     return [lines[i] for i in range(begin, end + 1) if i not in dropped]
 
 
-def compile_kernel(
+def count_loop(
     header: str, *, config: str, kernel: str, sizes: str, nvdisasm: str, folder: Path
-) -> tuple[list[int], int, list[str]]:
+) -> tuple[tuple[int, ...], int, list[str]]:
     """Compile a kernel of this tree for SM 90.
 
     Args:
@@ -364,25 +330,15 @@ def compile_kernel(
     Returns:
         the sizes, the registers of a thread, and the loop that waits for copies.
     """
-    source, cubin = folder / "one.cu", folder / "one.cubin"
-    source.write_text(
+    source = (
         f'#include "turbomind/backend/cuda/linear/{header}.cuh"\n'
         "using namespace turbomind;\nusing namespace turbomind::cuda;\n"
         f"using C = {config};\n"
         f"template __global__ void turbomind::cuda::{kernel}Kernel<C>({kernel}Params);\n"
         f"__device__ int sizes[] = {{{sizes}}};\n"
     )
-    command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{ROOT / 'src'}"]
-    command += ["--expt-relaxed-constexpr", "-Xptxas=-v", "-cubin", "-o", str(cubin), str(source)]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used = re.search(rf"{kernel}Kernel.*?Used (\d+) registers", log, re.S)
-    if used is None:
-        raise ValueError("ptxas names no registers")
-    sass = subprocess.run(
-        [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
-    ).stdout
-    data = subprocess.run([nvdisasm, str(cubin)], capture_output=True, text=True, check=True).stdout
-    return sizes_of(data), int(used[1]), loop_of_copies(sass)
+    found = compile_kernel(source, kernel=f"{kernel}Kernel", nvdisasm=nvdisasm, folder=folder)
+    return found.sizes, found.registers, loop_of_copies(found.sass)
 
 
 def count(form: Form, *, nvdisasm: str, folder: Path) -> Kernel:
@@ -391,7 +347,7 @@ def count(form: Form, *, nvdisasm: str, folder: Path) -> Kernel:
     sizes_of_block = str(row_tiles) if is_tile else f"{TILE_TILES}, {row_tiles}"
     name = "Tile" if is_tile else "Stream"
     shared = "SharedBytes(false)" if is_tile else "SharedBytes(1)"
-    sizes, registers, loop = compile_kernel(
+    sizes, registers, loop = count_loop(
         "linear_tile" if is_tile else "linear_stream",
         config=f"{name}Config<MatrixFormat::{WEIGHT_FORMATS[kind]}, {sizes_of_block}>",
         kernel=name,
@@ -403,15 +359,6 @@ def count(form: Form, *, nvdisasm: str, folder: Path) -> Kernel:
         raise ValueError(f"the kernel has {sizes[3]} tiles")
     products = sum("HMMA" in line for line in loop)
     return Kernel(is_tile, sizes[2], registers, len(loop), products, sizes[1] - 1, sizes[0])
-
-
-def sizes_of(data: str) -> list[int]:
-    """Return the integers of the variable `sizes` in a disassembly."""
-    found = re.search(r"^sizes:\n((?:.*\.byte.*\n)+)", data, re.M)
-    if found is None:
-        raise ValueError("the disassembly has no variable `sizes`")
-    raw = bytes(int(x, 16) for x in re.findall(r"0x([0-9a-f]{2})\b", found[1]))
-    return [word for (word,) in struct.iter_unpack("<i", raw)]
 
 
 @dataclass(frozen=True)

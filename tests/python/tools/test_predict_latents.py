@@ -6,8 +6,9 @@ from pathlib import Path
 
 import predict_latents
 import pytest
+from compiled_kernel import ROOT
+from h100 import COPY_GBPS
 from predict_latents import EXPAND, KERNELS, ROW_BYTES, expand_phase, predict_us, table
-from predict_linear import COPY_GBPS, ROOT
 
 NOTES = Path(ROOT) / "benchmarks/NOTES.md"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import re
 import struct
-from pathlib import Path
 
 import predict_rows
 import pytest
-from predict_rows import OLD, WORKS, Work, form_of, loop_of_copies, predict, sizes_of
+from compiled_kernel import ROOT, sizes_of
+from predict_rows import OLD, WORKS, Work, form_of, loop_of_copies, predict
 
-NOTES = Path(predict_rows.ROOT) / "benchmarks/NOTES.md"
+NOTES = ROOT / "benchmarks/NOTES.md"
 SASS = """
 .L_x_1:
         /*0000*/                   DEPBAR.LE SB0, 0x2 ;
