@@ -4,7 +4,8 @@ from __future__ import annotations
 
 SMS, CLOCK_GHZ = 132, 1.79  # the clock under the load of linear layers
 COPY_GBPS = 3027.0  # of a copy, read and written
-REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 227 * 1024, 64, 32  # of an SM
+# Of an SM. A block has at most 227 KiB of shared memory, but an SM has 228.
+REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 228 * 1024, 64, 32
 SYSTEM_SHARED_BYTES = 1024  # of each block, for the system
 SCHEDULERS = 4
 LAUNCH_CYCLES = 2000  # fitted to linear layers of one row (predict_linear.py)
