@@ -40,7 +40,6 @@ inline DeviceCapability CudaCapability(int sm) {
           .has_all_formats = true,
           .has_fp8_weights = true,
           .has_recurrent_layers = true,
-          .has_latent_attention = true,
           .collects_kv_statistics = false,
           // Drafts have not run on a GPU, and a step with a draft is not recorded as a graph.
           .drafts_by_default = false};

@@ -46,8 +46,6 @@ struct DeviceCapability {
   bool has_fp8_weights = false;
   // The device has the ops of recurrent layers.
   bool has_recurrent_layers = false;
-  // The device has the ops of latents (multi-head latent attention).
-  bool has_latent_attention = false;
   // The host can read K and V between the ops of a step.
   bool collects_kv_statistics = true;
   // n-gram drafts are on unless the options turn them off: StepCost describes what they cost.

@@ -250,12 +250,6 @@ std::vector<AttentionToTune> AttentionToTuneOf(const ModelConfig& model,
 
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
   RequireHeadDim(model);
-  if (model.latent.exists() && !device.capability().has_latent_attention) {
-    throw InvalidArgument(
-        "Multi-head latent attention (DeepSeek, Kimi K2, GLM-4.7-Flash, MiniCPM3) "
-        "is not supported on " +
-        device.capability().generation + ". Use --device cpu.");
-  }
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
       device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));

@@ -131,20 +131,10 @@ class Device : public DeviceMemory {
   virtual void PrefillAttention(const AttentionParams& params) = 0;
   // Handles sequences [0, num_decode) of the batch. It reads packed payload and scales directly.
   virtual void DecodeAttention(const AttentionParams& params) = 0;
-  // The ops of latents. REQUIRES: capability().has_latent_attention.
-  virtual void WriteLatents(const WriteLatentsParams& params) {
-    static_cast<void>(params);
-    RefuseLatents();
-  }
-  virtual void HeadLinear(const HeadLinearParams& params) {
-    static_cast<void>(params);
-    RefuseLatents();
-  }
+  virtual void WriteLatents(const WriteLatentsParams& params) = 0;
+  virtual void HeadLinear(const HeadLinearParams& params) = 0;
   // Handles all sequences of the batch.
-  virtual void LatentAttention(const LatentAttentionParams& params) {
-    static_cast<void>(params);
-    RefuseLatents();
-  }
+  virtual void LatentAttention(const LatentAttentionParams& params) = 0;
   // The ops of recurrent layers. REQUIRES: capability().has_recurrent_layers.
   virtual void ShortConvolution(const ShortConvolutionParams& params) = 0;
   virtual void GatedDelta(const GatedDeltaParams& params) = 0;
@@ -163,11 +153,6 @@ class Device : public DeviceMemory {
   virtual bool SampleRows(const SampleRowsParams& params) {
     static_cast<void>(params);
     return false;
-  }
-
- private:
-  [[noreturn]] void RefuseLatents() const {
-    throw InvalidArgument("The device " + name() + " has no attention over latents.");
   }
 };
 

@@ -32,6 +32,9 @@ class OpsRefusingDevice : public Device {
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }
   void PrefillAttention(const AttentionParams&) override { Refuse(); }
   void DecodeAttention(const AttentionParams&) override { Refuse(); }
+  void WriteLatents(const WriteLatentsParams&) override { Refuse(); }
+  void HeadLinear(const HeadLinearParams&) override { Refuse(); }
+  void LatentAttention(const LatentAttentionParams&) override { Refuse(); }
   void ShortConvolution(const ShortConvolutionParams&) override { Refuse(); }
   void GatedDelta(const GatedDeltaParams&) override { Refuse(); }
   void SelectiveScan(const SelectiveScanParams&) override { Refuse(); }

@@ -77,7 +77,6 @@ class CpuDevice final : public Device {
     DeviceCapability capability;
     capability.has_all_formats = true;
     capability.has_recurrent_layers = true;
-    capability.has_latent_attention = true;
     return capability;
   }
 
