@@ -46,7 +46,7 @@ SHARPNESS = 2  # of 2, 4 and 8 the one with the smallest error
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted."""
+    """The four numbers that are fitted to measurements."""
 
     read_share: float
     warp_cycles: float

@@ -282,8 +282,7 @@ void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, flo
   }
 }
 
-// Rounds the latents of the positions [position, position + kRun) of a view whose tokens are in
-// `seen`, the tokens of that run that are seen.
+// Rounds the latents of the tokens `seen`, which are in the run that begins at `position`.
 template <KvCacheMode M>
 void ExpandRun(const Call& call, const KvHead& kv, int position, const Seen& seen) {
   const KvLayerView& layer = *kv.layer;
