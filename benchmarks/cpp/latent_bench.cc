@@ -1,7 +1,8 @@
 // Measures decode attention over latents on the CPU, for each KV format. Prints one line of JSON
 // per format. Usage:
 //   latent_bench threads=2 heads=16 rank=512 rotary=64 context=8192 pool_mb=256 round_ms=300
-//     formats=none,int8,nvfp4 rotate=1
+//     formats=none,int8,nvfp4 rotate=1 offset=1
+// With an offset, every block of quantized latents has one (kv/k_offset.h).
 // A step of one sequence cycles through layers of pool_mb together, so that it finds no latents in
 // a cache. A figure is the median of five rounds, and seconds are those of the clock: the machine
 // must be idle. `speedup` is that over the first format.
@@ -15,6 +16,7 @@
 
 #include "bench_device.h"
 #include "bench_line.h"
+#include "turbomind/kv/k_offset.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/ops/latent.h"
 
@@ -34,6 +36,7 @@ struct Shape {
         round_seconds(arguments.Number("round_ms", 300) * 1e-3),
         exact(arguments.Number("exact", 0) != 0),
         rotate(arguments.Number("rotate", 0) != 0),
+        offset(arguments.Number("offset", 0) != 0),
         formats(arguments.Text("formats", "none,int8,fp8,int4,mxfp4,nvfp4")) {}
 
   int threads;
@@ -45,6 +48,7 @@ struct Shape {
   double round_seconds;
   bool exact;
   bool rotate;
+  bool offset;
   std::string formats;
 };
 
@@ -58,7 +62,8 @@ class LatentStep {
                  .kv_heads = 1,
                  .head_dim = shape.rank,
                  .rotary_dim = shape.rotary,
-                 .block_seq_len = kBlock}),
+                 .block_seq_len = kBlock,
+                 .k_offset = shape.offset}),
         blocks_((shape.context + kBlock - 1) / kBlock),
         layer_bytes_(blocks_ * (layout_.block_bytes() + layout_.scale_block_bytes())),
         num_layers_(static_cast<int>(std::max<int64_t>(shape.pool_bytes / layer_bytes_, 1))),
@@ -116,8 +121,13 @@ class LatentStep {
     return layout_.LayerView(0, data, data + blocks_ * layout_.block_bytes());
   }
 
-  // Writes a random latent at every position.
-  void Fill(const KvLayerView& view) {
+  // Writes a random latent at every position, and random offsets.
+  void Fill(KvLayerView view) {
+    for (int64_t block = 0; view.HasKOffset() && block < blocks_; ++block) {
+      std::vector<float> offset = Random(shape_.rank);
+      StoreKOffset(view.KOffset(block, 0), shape_.rank, view.dtype, 1, offset.data());
+    }
+    view.k_offset_codes = view.k_offset_params = 0;  // rows are written as they are
     std::vector<float> rows = Random(int64_t{shape_.context} * (shape_.rank + shape_.rotary));
     std::vector<float> q = Random(int64_t{shape_.context} * shape_.rotary);
     std::vector<int32_t> positions(static_cast<size_t>(shape_.context));
@@ -171,6 +181,7 @@ int Main(int argc, char** argv) {
         .Add("format", name)
         .Add("heads", int64_t{shape.heads})
         .Add("context", int64_t{shape.context})
+        .Add("offset", int64_t{shape.offset ? 1 : 0})
         .Add("bytes", step.bytes())
         .Add("us", timing.median)
         .Add("gb_per_s", static_cast<double>(step.bytes()) / timing.median * 1e-3)

@@ -219,7 +219,7 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   }
   cache.window16 = config.kv_quality.window16;
   cache.window_format = config.kv_quality.window_format;
-  cache.k_offset = config.kv_quality.k_offset && !model.latent.exists();
+  cache.k_offset = config.kv_quality.k_offset;
   cache.k_bias = model.k_bias;
   cache.state_bytes = model.recurrent.StateBytes();
   cache.checkpoint_bytes = CheckpointBytes(model, config);

@@ -16,6 +16,9 @@
 // (WriteKvParams::k_base). High frequencies turn around within a block and have a mean of zero: see
 // ops/fast_bias.h.
 //
+// In a layer with latents, all of this holds for latents instead of keys (KvLayerView::HasOffset),
+// after their rotation. There is no bias.
+//
 // Compile without FMA contraction, as kv/codec.h.
 
 #include "turbomind/kv/codec.h"

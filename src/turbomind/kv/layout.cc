@@ -69,9 +69,9 @@ void CheckConfig(const Config& config) {
     throw InvalidArgument("The number of KV heads is " + std::to_string(config.kv_heads) +
                           ". It must be 1 to 65536.");
   }
-  Check(config.rotary_dim == 0 || (config.rotary_dim > 0 && config.rotary_dim % 16 == 0 &&
-                                   config.kv_heads == 1 && !config.k_offset),
-        "latents must have one KV head, a rotary part of whole runs of 16, and no K offset");
+  Check(config.rotary_dim == 0 ||
+            (config.rotary_dim > 0 && config.rotary_dim % 16 == 0 && config.kv_heads == 1),
+        "latents must have one KV head and a rotary part of whole runs of 16");
   if (config.layers.empty()) {
     throw InvalidArgument("A block needs at least 1 layer, but the configuration has none.");
   }
@@ -112,7 +112,7 @@ KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   }
   const int64_t slots = static_cast<int64_t>(config.kv_heads) * config.block_seq_len;
   view.param_offset = slots * (view.row_bytes[0] + view.row_bytes[1]);
-  if (config.k_offset && formats.k != KvCacheMode::kNone) {
+  if (config.k_offset && view.format[static_cast<int>(view.OffsetSide())] != KvCacheMode::kNone) {
     view.k_offset_codes = AlignUp(EndOfParams(view), kOffsetAlignment);
     view.k_offset_params = view.k_offset_codes + int64_t{config.kv_heads} * config.head_dim;
   }

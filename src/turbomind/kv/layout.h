@@ -48,6 +48,7 @@ struct KvRow {
 // In a layer with latents (multi-head latent attention) the two sides have their own widths. A row
 // of side V is a token's latent, and a row of side K has what a key has beside it: the rotary part.
 // A key is the row of V followed by the row of K; a value is the row of V. There is one KV head.
+// The offset is that of the latents.
 struct KvLayerView {
   std::byte* data = nullptr;    // data pool, already offset to this layer
   std::byte* scales = nullptr;  // scale pool, already offset to this layer; null without FP4
@@ -109,6 +110,9 @@ struct KvLayerView {
   }
   TM_HD int ScaleStride() const { return scale_bytes[0] + scale_bytes[1]; }
   TM_HD bool HasKOffset() const { return k_offset_codes != 0; }
+  // Returns the side whose rows have the offset: latents are the larger part of a key.
+  TM_HD KvSide OffsetSide() const { return HasLatents() ? KvSide::kV : KvSide::kK; }
+  TM_HD bool HasOffset(KvSide side) const { return HasKOffset() && side == OffsetSide(); }
   // Returns the offset row of a block's keys, in int8. REQUIRES: HasKOffset().
   TM_HD KvRow KOffset(int64_t block, int head) const {
     std::byte* layer = data + block * block_bytes;
@@ -135,7 +139,7 @@ struct Config {
   int rotary_dim = 0;  // as in KvLayerView
   int block_seq_len = 64;
   DataType dtype = DataType::kBFloat16;
-  bool k_offset = false;  // of every layer whose K is quantized
+  bool k_offset = false;  // of every layer whose K, or latents, are quantized
 };
 
 // Computes the position of each byte of a block.

@@ -15,6 +15,8 @@ void invokeWriteLatents(Device& device, const WriteLatentsParams& params) {
   Check(params.rope_cos != nullptr && params.rope_sin != nullptr, "the angles must be set");
   Check(params.q_heads > 0 && params.nope_dim >= 0, "q must have heads");
   const bool window16 = params.window16.data != nullptr;
+  Check(!(window16 ? params.window16 : params.kv).HasKOffset(),
+        "latents must be written to a pool without offsets");
   const int32_t* tables = window16 ? params.batch.window16_tables : params.batch.block_tables;
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {
     const int end = params.batch.context_lens[seq];

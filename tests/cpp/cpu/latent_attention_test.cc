@@ -41,6 +41,8 @@ struct Case {
   KvCacheMode window_format = KvCacheMode::kNone;
   bool exact = false;
   bool rotate = false;
+  bool offset = false;  // of blocks that leave the window
+  float mean = 0.f;     // the size of the means of blocks
 };
 
 // A cache of one sequence whose blocks are poisoned up to the written rows.
@@ -50,8 +52,8 @@ class LatentCache {
       : device_(device),
         case_(c),
         rule_(MakePrecisionWindow(c.window16, c.block_seq_len)),
-        quantized_(MakeLayout(c, c.rotary_format, c.format)),
-        window16_(MakeLayout(c, KvCacheMode::kNone, c.window_format)),
+        quantized_(MakeLayout(c, c.rotary_format, c.format, c.offset)),
+        window16_(MakeLayout(c, KvCacheMode::kNone, c.window_format, false)),
         num_blocks_((c.context + c.block_seq_len - 1) / c.block_seq_len),
         tables_(static_cast<size_t>(num_blocks_)) {
     for (auto& [layout, data, scales] :
@@ -92,12 +94,13 @@ class LatentCache {
   }
 
  private:
-  static block::Layout MakeLayout(const Case& c, KvCacheMode k, KvCacheMode v) {
+  static block::Layout MakeLayout(const Case& c, KvCacheMode k, KvCacheMode v, bool offset) {
     return block::Layout({.layers = {{k, v}},
                           .kv_heads = 1,
                           .head_dim = c.rank,
                           .rotary_dim = c.rotary,
-                          .block_seq_len = c.block_seq_len});
+                          .block_seq_len = c.block_seq_len,
+                          .k_offset = offset});
   }
   KvLayerView View(const block::Layout& layout, size_t pool) {
     return layout.LayerView(0, data_[pool].data(), scales_[pool].data());
@@ -109,6 +112,11 @@ class LatentCache {
     const size_t tokens = static_cast<size_t>(case_.context);
     std::vector<float> rows(tokens * static_cast<size_t>(case_.rank + case_.rotary));
     std::generate(rows.begin(), rows.end(), [&] { return normal(random); });
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const size_t width = rows.size() / tokens;
+      const size_t block = i / width / static_cast<size_t>(case_.block_seq_len);
+      rows[i] += case_.mean * std::sin(static_cast<float>(i % width + 7 * block));
+    }
     std::vector<float> q(tokens * static_cast<size_t>(case_.rotary));
     const std::vector<float> angles(q.size(), 0.6f);
     Batch batch = MakeBatch(0, case_.context, false);
@@ -285,6 +293,31 @@ std::vector<Case> Cases() {
                    .window_format = KvCacheMode::kInt8,
                    .exact = true,
                    .rotate = true});
+  // Offsets: several in a tile of 64 tokens, one, and one for two tiles. Only FP4 has bytes.
+  const int lengths[] = {16, 32, 64, 128};
+  int next = 0;
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    for (const int length : lengths) {
+      ++next;
+      if (!IsFp4(format) && next % 3 != 0) {
+        continue;
+      }
+      cases.push_back({.format = format,
+                       .heads = next % 2 == 0 ? 20 : 3,
+                       .rank = next % 3 == 0 ? 192 : 64,
+                       .block_seq_len = length,
+                       .context = 400,
+                       .first = 391,
+                       .window16 = {length == 128 ? 128 : 64, 64},
+                       .window_format = format != KvCacheMode::kNone && length == 32
+                                            ? KvCacheMode::kInt8
+                                            : KvCacheMode::kNone,
+                       .exact = next % 5 == 0,
+                       .rotate = next / 2 % 2 == 0,
+                       .offset = true,
+                       .mean = 2.f});
+    }
+  }
   return cases;
 }
 
@@ -321,6 +354,43 @@ TEST_CASE("latents: every instruction set returns the same bits, in chunks of an
   }
 }
 
+TEST_CASE("an offset takes the mean of a block out of its latents") {
+  const auto device = MakeCpuDevice(1);
+  for (const KvCacheMode window : {KvCacheMode::kNone, KvCacheMode::kInt8}) {
+    double errors[2];
+    for (const bool offset : {false, true}) {
+      Case c = {.format = KvCacheMode::kFp4Nv,
+                .window16 = {64, 64},
+                .window_format = window,
+                .rotate = true,
+                .offset = offset,
+                .mean = 100.f};
+      LatentCache cache(*device, c);
+      const auto read = [&](const KvLayerView& view) {
+        std::vector<float> k(static_cast<size_t>(c.context * c.rotary));
+        std::vector<float> v(static_cast<size_t>(c.context * c.rank));
+        LatentCache::Batch batch = cache.MakeBatch(c.context - 1, c.context, true);
+        batch.view.window16_tables = nullptr;
+        invokeFlattenKV_v2(
+            *device,
+            {.k = k.data(), .v = v.data(), .max_len = c.context, .kv = view, .batch = batch.view});
+        return v;
+      };
+      const std::vector<float> wanted = read(cache.window16());
+      const std::vector<float> got = read(cache.kv());
+      double sum = 0;
+      const auto whole = static_cast<size_t>(c.context / c.block_seq_len * c.block_seq_len);
+      for (size_t i = 0; i < whole * static_cast<size_t>(c.rank); ++i) {
+        sum += std::pow(got[i] - wanted[i], 2.0);
+      }
+      errors[offset ? 1 : 0] = std::sqrt(sum / static_cast<double>(whole) / c.rank);
+    }
+    MESSAGE("NVFP4 without an offset: ", errors[0], ", with one: ", errors[1]);
+    CHECK(errors[1] < 0.2);  // of deviations of 1: 2^-4 of each value, and the step of the offset
+    CHECK(errors[0] > 2);
+  }
+}
+
 TEST_CASE("a row of latents has the bytes of the design") {
   const auto bytes = [](KvCacheMode k, KvCacheMode v) {
     return block::Layout({.layers = {{k, v}}, .kv_heads = 1, .head_dim = 512, .rotary_dim = 64})
@@ -332,6 +402,13 @@ TEST_CASE("a row of latents has the bytes of the design") {
   CHECK(bytes(KvCacheMode::kNone, KvCacheMode::kInt4) == 388);
   CHECK(bytes(KvCacheMode::kNone, KvCacheMode::kFp4Nv) == 416);
   CHECK(bytes(KvCacheMode::kInt8, KvCacheMode::kFp4Mx) == 356);
+  // An offset per block of 64 tokens has 516 bytes, in whole cache lines.
+  CHECK(block::Layout({.layers = {{KvCacheMode::kNone, KvCacheMode::kFp4Nv}},
+                       .kv_heads = 1,
+                       .head_dim = 512,
+                       .rotary_dim = 64,
+                       .k_offset = true})
+            .bytes_per_token() == 416 + 576 / 64);
   CHECK_THROWS_WITH_AS(bytes(KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv),
                        doctest::Contains("rotary part"), InvalidArgument);
 }

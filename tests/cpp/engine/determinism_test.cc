@@ -242,7 +242,8 @@ TEST_CASE("models with latents give the same bits however they are run") {
       setting.config.enable_prefix_caching = false;
       if (format == KvCacheMode::kFp4Nv) {
         setting.prompts = kLong;
-        setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
+        setting.config.kv_quality = {
+            .rotate_k = true, .search_scales = true, .window16 = {64, 64}, .k_offset = true};
       }
       CheckEveryWay(setting, format == KvCacheMode::kFp4Nv ? 26 : 16);
     }
@@ -261,7 +262,8 @@ TEST_CASE("balanced and best give the same bits when blocks leave the 16-bit win
       Setting setting{.config = TinyEngineConfig(format), .prompts = kLong};
       setting.model.windows = {0, 170};
       setting.config.enable_prefix_caching = false;
-      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
+      setting.config.kv_quality = {
+          .rotate_k = true, .search_scales = true, .window16 = {64, 64}, .k_offset = true};
       if (best) {
         setting.config.kv_quality.calibration = TinyCalibration(setting.model);
       }

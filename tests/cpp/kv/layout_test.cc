@@ -126,6 +126,10 @@ void CheckTiling(const Config& config) {
                 view.scale_bytes[s]);
           }
         }
+        for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+          CHECK(view.HasOffset(side) ==
+                (view.HasKOffset() && (side == KvSide::kV) == view.HasLatents()));
+        }
         if (view.HasKOffset()) {
           const KvRow offset = view.KOffset(block, head);
           const auto place = [&](const uint8_t* p) {
@@ -170,6 +174,27 @@ TEST_CASE("payload, parameters and scales tile a block without gaps, 16-byte ali
         config.k_offset = true;
         CheckTiling(config);
       }
+    }
+  }
+}
+
+TEST_CASE("latents and rotary parts tile a block without gaps, 16-byte aligned") {
+  for (const int rank : {64, 272, 512}) {
+    Config config = OneLayer(kNone, kNone, rank);
+    config.layers.clear();
+    for (const KvCacheMode rotary : {kNone, kInt8, kFp8}) {
+      for (const KvCacheMode format : kAllKvCacheModes) {
+        config.layers.push_back({rotary, format});
+      }
+    }
+    config.kv_heads = 1;
+    config.rotary_dim = 64;
+    for (const bool k_offset : {false, true}) {
+      config.k_offset = k_offset;
+      CheckTiling(config);
+      const Layout layout(config);
+      CHECK_FALSE(layout.LayerView(0, nullptr, nullptr).HasKOffset());  // 16 bits
+      CHECK(layout.LayerView(1, nullptr, nullptr).HasKOffset() == k_offset);
     }
   }
 }

@@ -140,7 +140,7 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     const RowFormat to = {kv.format[s], dim, kv.dtype, GlobalScale(kv, side, head),
                           params.search_scales};
     float base[kMaxHeadDim];
-    const bool has_base = side == KvSide::kK && window16.HasKOffset();
+    const bool has_base = window16.HasOffset(side);
     if (has_base) {
       DecodeKOffset(window16, pending.window16, head, base);
     }
@@ -151,7 +151,7 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
         row[d] += base[d];
       }
     };
-    const bool has_offset = side == KvSide::kK && kv.HasKOffset();
+    const bool has_offset = kv.HasOffset(side);
     float row[kMaxHeadDim];
     float offset[kMaxHeadDim] = {};
     if (has_offset) {
@@ -205,7 +205,7 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
       kernels.decode_row(
           {kv.format[static_cast<int>(side)], dim, kv.dtype, GlobalScale(kv, side, head), false},
           at.payload, at.metadata, out);
-      if (side == KvSide::kK && kv.HasKOffset()) {
+      if (kv.HasOffset(side)) {
         DecodeKOffset(kv, block, head, offset);
         for (int d = 0; d < dim; ++d) {
           out[d] += offset[d];

@@ -192,7 +192,7 @@ constexpr int64_t LatentScratchFloats(int num_rows, int rank, int rotary_dim) {
   const int64_t rows = num_rows + kLatentLanes;
   // Queries, also rounded; the tile, also rounded; the metadata of both sides; scores.
   return 2 * rows * width + 2 * kTileTokens * width + kTileTokens * (width / 16 + 4) +
-         kTileTokens * (kLatentKeyStride / 4 + kLatentLanes) + 8 * rows + 256;
+         kTileTokens * (kLatentKeyStride / 4 + kLatentLanes) + 9 * rows + 320;
 }
 
 namespace scalar {

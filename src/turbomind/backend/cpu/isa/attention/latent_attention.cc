@@ -11,6 +11,7 @@
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/kv_rotate.h"
 #include "turbomind/backend/cpu/isa/attention/latent_bytes.h"
+#include "turbomind/backend/cpu/isa/attention/latent_offset.h"
 #include "turbomind/backend/cpu/isa/attention/latent_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/latent_tile.h"
 
@@ -40,6 +41,7 @@ struct Memory {
   ByteTile bytes;
   ByteQueries byte_q;     // of all blocks
   int32_t* byte_weights;  // [kTileTokens / kTokenBytes, lanes]
+  float* shifts;          // [kTileOffsets, lanes]
 };
 
 struct Call {
@@ -71,12 +73,14 @@ Memory Arrange(const LatentSplitsArgs& args, int rank, int width) {
   memory.bytes.offsets = reinterpret_cast<int32_t*>(take(kTileTokens));
   memory.byte_q.codes = reinterpret_cast<int32_t*>(take(int64_t{blocks} * rank / 4 * kLanes));
   memory.byte_q.scales = take(int64_t{blocks} * kLanes);
+  memory.byte_q.sums = reinterpret_cast<int32_t*>(take(int64_t{blocks} * kLanes));
   memory.byte_q.rotary =
       reinterpret_cast<int32_t*>(take(int64_t{blocks} * (width - rank) / 2 * kLanes));
   memory.byte_q.rotary_scales = take(int64_t{blocks} * kLanes);
   memory.bytes.rotary = reinterpret_cast<int16_t*>(take(kTileTokens * (width - rank) / 2));
   memory.bytes.rotary_scales = take(kTileTokens);
   memory.byte_weights = reinterpret_cast<int32_t*>(take(kTileTokens / kTokenBytes * kLanes));
+  memory.shifts = take(kTileOffsets * kLanes);
   return memory;
 }
 
@@ -208,17 +212,18 @@ void AddValues(const Call& call, const Seen& seen, F32x16 correction, float* o) 
 ByteQueries QueriesOf(const Call& call, int block) {
   const ByteQueries& all = call.memory.byte_q;
   const int64_t at = int64_t{block} * kLanes;
-  return {all.codes + at * call.rank / 4, all.scales + at,
+  return {all.codes + at * call.rank / 4, all.scales + at, all.sums + at,
           all.rotary + at * (call.width - call.rank) / 2, all.rotary_scales + at};
 }
 
-// As ScoreTile, in integers.
-void ScoreBytes(const Call& call, int block, const Seen& seen) {
+// As ScoreTile, in integers, with the offsets.
+void ScoreBytes(const Call& call, int block, const LatentOffsets& offsets, const Seen& seen) {
   const ByteTile& bytes = call.memory.bytes;
   const ByteQueries q = QueriesOf(call, block);
   const int rotary_dim = call.width - call.rank;
   const F32x16 scale = Load(q.scales);
   const F32x16 rotary_scale = Load(q.rotary_scales);
+  ShiftScores(offsets, q, call.rank, call.memory.shifts);
   for (int t = seen.begin / kSums * kSums; t < seen.end; t += kSums) {
     I32x16 sum[kSums];
     for (I32x16& one : sum) {
@@ -232,9 +237,10 @@ void ScoreBytes(const Call& call, int block, const Seen& seen) {
         sum[at] = DotPair(sum[at], query, rotary + at * rotary_dim + d);
       });
     }
+    const F32x16 shift = Load(call.memory.shifts + t / kOffsetTokens * kLanes);
     for (int i = 0; i < kSums; ++i) {
       const F32x16 factor = Mul(rotary_scale, Set1(bytes.rotary_scales[t + i]));
-      Store(call.memory.sums + (t + i) * kLanes, Mul(ToFloat(sum[i]), factor));
+      Store(call.memory.sums + (t + i) * kLanes, Fma(ToFloat(sum[i]), factor, shift));
       sum[i] = Set1Int(bytes.offsets[t + i]);
     }
     const int8_t* key = bytes.keys + t * kLatentKeyStride;
@@ -253,8 +259,11 @@ void ScoreBytes(const Call& call, int block, const Seen& seen) {
   }
 }
 
-// As AddValues, with values and weights in 8 bits.
-void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, float* o) {
+// As AddValues, with values and weights in 8 bits. With kOffset, also adds `offset` [rank], each
+// value `weight` times.
+template <bool kOffset>
+void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, F32x16 weight,
+                      const float* offset, float* o) {
   const ByteTile& bytes = call.memory.bytes;
   int32_t* weights = call.memory.byte_weights;
   const F32x16 factor = WeighBytes(call.memory.sums, bytes.scales, seen.begin, seen.end, weights);
@@ -266,20 +275,44 @@ void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, flo
         one = Set1Int(0);
       }
       for (int t = seen.begin / kTokenBytes; t * kTokenBytes < seen.end; ++t) {
-        const I32x16 weight = LoadInt(weights + t * kLanes);
+        const I32x16 codes = LoadInt(weights + t * kLanes);
         const int8_t* value = bytes.values + (d + first) / kValueRun * (kTileTokens * kValueRun) +
                               t * stride + first % kValueRun * kTokenBytes;
         Unroll<kSums>([&](auto i) __attribute__((always_inline)) {
           constexpr int at = decltype(i)::value;
-          sum[at] = DotBytes(sum[at], weight, value + at * kTokenBytes);
+          sum[at] = DotBytes(sum[at], codes, value + at * kTokenBytes);
         });
       }
       Unroll<kSums>([&](auto i) __attribute__((always_inline)) {
-        float* to = o + (d + ValueDim(first + decltype(i)::value)) * kLanes;
-        Store(to, Fma(ToFloat(sum[decltype(i)::value]), factor, Mul(Load(to), correction)));
+        const int dim = d + ValueDim(first + decltype(i)::value);
+        F32x16 value = Mul(Load(o + dim * kLanes), correction);
+        if constexpr (kOffset) {
+          value = Fma(weight, Set1(offset[dim]), value);
+        }
+        Store(o + dim * kLanes, Fma(ToFloat(sum[decltype(i)::value]), factor, value));
       });
     }
   }
+}
+
+// Adds the weighted values of a tile in 8 bits, with the offsets. The last of these is added
+// together with the values, which costs least; a block of 64 tokens has no other one.
+void AddBytesAndOffsets(const Call& call, const LatentOffsets& offsets, const Seen& seen,
+                        F32x16 correction, float* o) {
+  if (offsets.count == 0) {
+    AddBytesOfValues<false>(call, seen, correction, Zero(), nullptr, o);
+    return;
+  }
+  const LatentOffset* one = offsets.of;
+  const auto weight = [&] {
+    return SumWeights(call.memory.sums,
+                      {MaxOf(one->seen.begin, seen.begin), MinOf(one->seen.end, seen.end)});
+  };
+  for (; one + 1 < offsets.of + offsets.count; ++one) {
+    AddOffsetOfValues(*one, call.rank, correction, weight(), o);
+    correction = Set1(1.f);
+  }
+  AddBytesOfValues<true>(call, seen, correction, weight(), one->values, o);
 }
 
 // Rounds the latents of the tokens `seen`, which are in the run that begins at `position`.
@@ -369,6 +402,8 @@ void AddTile(const Call& call, const KvHead& kv, int tile, bool window16) {
   }
   const bool in_bytes =
       !call.args.exact && IsFp4(kv.layer->format[1]) && call.rank % kByteDims == 0;
+  LatentOffsets offsets;
+  FindOffsets(kv, tile, some, call.last, &offsets);
   if (in_bytes) {
     ExpandToBytes(call, kv, tile, some);
   } else {
@@ -376,6 +411,7 @@ void AddTile(const Call& call, const KvHead& kv, int tile, bool window16) {
       ExpandLatentSide(kv, FindSide(call, kv, side, tile, some), some,
                        call.memory.tile + (side == KvSide::kV ? 0 : call.rank), call.width);
     }
+    AddOffsets(offsets, call.rank, call.memory.tile, call.width);
   }
   // The score loop reads whole runs of tokens.
   const auto clear = [&](int begin, int end) {
@@ -392,13 +428,13 @@ void AddTile(const Call& call, const KvHead& kv, int tile, bool window16) {
     }
     const LatentState state = {call.args.states + block * LatentStateFloats(call.rank)};
     if (in_bytes) {
-      ScoreBytes(call, block, seen.some);
+      ScoreBytes(call, block, offsets, seen.some);
     } else {
       ScoreTile(call, block, seen.some);
     }
     const F32x16 correction = state.Update(call.memory.sums, scale, seen);
     if (in_bytes) {
-      AddBytesOfValues(call, seen.some, correction, state.o());
+      AddBytesAndOffsets(call, offsets, seen.some, correction, state.o());
     } else {
       AddValues(call, seen.some, correction, state.o());
     }

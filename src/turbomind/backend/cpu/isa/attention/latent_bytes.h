@@ -45,6 +45,7 @@ struct ByteTile {
 struct ByteQueries {
   int32_t* codes;
   float* scales;
+  int32_t* sums;    // of a lane's bytes without the offset of 128
   int32_t* rotary;  // [rotary_dim / 2, lanes], pairs of 13 bits
   float* rotary_scales;
 };
@@ -248,7 +249,9 @@ TM_HD F32x16 RoundLanes(const float* q, int dim, float limit, F store) {
 // Rounds the queries of a block, [rank + rotary_dim, lanes].
 inline void RoundToBytes(const float* q, int rank, int rotary_dim, const ByteQueries& to) {
   I32x16 bytes = Set1Int(0);
+  I32x16 sum = Set1Int(0);
   Store(to.scales, RoundLanes(q, rank, kByteMax, [&](int d, const I32x16& codes) {
+          sum = Add(sum, codes);
           const I32x16 byte = Add(codes, Set1Int(128));
           const I32x16 first = d % 4 == 0 ? Set1Int(0) : bytes;
           const I32x16 moved = d % 4 == 0   ? byte
@@ -258,6 +261,7 @@ inline void RoundToBytes(const float* q, int rank, int rotary_dim, const ByteQue
           bytes = Or(first, moved);
           StoreInt(to.codes + d / 4 * kLanes, bytes);
         }));
+  StoreInt(to.sums, sum);
   I32x16 even = Set1Int(0);
   Store(to.rotary_scales,
         RoundLanes(q + rank * kLanes, rotary_dim, kRotaryMax, [&](int d, const I32x16& codes) {
