@@ -228,7 +228,7 @@ std::vector<Setting> LatentSettings() {
   }
   Setting window16 = {
       testing::TinyGlm(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv), {.quantized = true}};
-  window16.config.kv_quality = {.search_scales = true, .window16 = {64, 64}};
+  window16.config.kv_quality = {.search_scales = true, .window16 = {64, 64}, .k_offset = true};
   window16.prompts = {210, 3, 140};
   settings.push_back(window16);
   Setting rotated = window16;
@@ -392,6 +392,7 @@ TEST_CASE("latents: a deterministic engine gives a sequence the same bits in any
     if (format == KvCacheMode::kFp4Nv) {
       setting.model = testing::TinyDeepSeek();
       setting.config.kv_quality.window16 = {0, 64};
+      setting.config.kv_quality.k_offset = true;
       setting.prompts = {100, 3, 11};  // blocks leave the window
     }
     CheckBitsOfBatches(setting);

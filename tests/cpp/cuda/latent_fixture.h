@@ -44,14 +44,17 @@ struct Case {
   bool search = false;
   float global_scale = 1.f;  // of the latents; twice as much for the rotary part
   float softmax_factor = 1.f;
-  bool hard = false;  // rows of all magnitudes, with NaN and infinities unless they are rotated
+  bool offset = false;  // of blocks that leave the window
+  float mean = 0.f;     // the size of the means of blocks
+  bool hard = false;    // rows of all magnitudes, with NaN and infinities unless they are rotated
 };
 
 inline std::string Describe(const Case& c) {
   return std::string(ToString(c.format)) + " beside " + ToString(c.rotary_format) + ", " +
          ToString(c.dtype) + ", " + std::to_string(c.heads) + " heads, rank " +
          std::to_string(c.rank) + " + " + std::to_string(c.rotary) + ", window in " +
-         ToString(c.window_format) + (c.rotate ? ", rotated" : "");
+         ToString(c.window_format) + (c.rotate ? ", rotated" : "") +
+         (c.offset ? ", offsets of " + std::to_string(c.block_seq_len) + " tokens" : "");
 }
 
 inline Device& Cpu() {
@@ -68,13 +71,14 @@ struct Chunk {
 // One of the two pools of a layer. Every second block is not used, and all bytes that are not
 // written are poisoned.
 struct Pool {
-  Pool(const Case& c, KvCacheMode k, KvCacheMode v)
+  Pool(const Case& c, KvCacheMode k, KvCacheMode v, bool offset)
       : layout({.layers = {{k, v}},
                 .kv_heads = 1,
                 .head_dim = c.rank,
                 .rotary_dim = c.rotary,
                 .block_seq_len = c.block_seq_len,
-                .dtype = c.dtype}) {
+                .dtype = c.dtype,
+                .k_offset = offset}) {
     const auto blocks = static_cast<size_t>(2 * ((c.context - 1) / c.block_seq_len + 1));
     data.assign(blocks * static_cast<size_t>(layout.block_bytes()), std::byte{0xff});
     scales.assign(blocks * static_cast<size_t>(layout.scale_block_bytes()), std::byte{0xff});
@@ -137,11 +141,16 @@ inline void MakeHard(std::mt19937& random, bool finite, size_t width, std::vecto
 inline Layer::Layer(const Case& of, unsigned seed)
     : c(of),
       rule(MakePrecisionWindow(c.window16, c.block_seq_len)),
-      quantized(c, c.rotary_format, c.format),
-      window16(c, kNone, c.window_format),
+      quantized(c, c.rotary_format, c.format, c.offset),
+      window16(c, kNone, c.window_format, false),
       global_scales({2.f * c.global_scale, c.global_scale}) {
   std::mt19937 random(seed);
   rows = Normals(random, int64_t{c.context} * (c.rank + c.rotary));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const size_t width = rows.size() / static_cast<size_t>(c.context);
+    const size_t block = i / width / static_cast<size_t>(c.block_seq_len);
+    rows[i] += c.mean * std::sin(static_cast<float>(i % width + 7 * block));
+  }
   if (c.hard) {
     MakeHard(random, c.rotate, static_cast<size_t>(c.rank + c.rotary), &rows);
   }

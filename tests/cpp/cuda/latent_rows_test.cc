@@ -139,6 +139,35 @@ TEST_CASE("blocks that leave the 16-bit window have the CPU's bytes") {
   }
 }
 
+TEST_CASE("blocks of latents have the CPU's offsets") {
+  unsigned seed = 0;
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    for (const KvCacheMode window : {kNone, kInt8}) {
+      if (format == kNone && window == kInt8) {
+        continue;  // no layer has it
+      }
+      const int ranks[] = {512, 64, 272, 192, 16};
+      const int lengths[] = {16, 32, 64, 128};
+      ++seed;
+      CheckRows({.format = format,
+                 .dtype = seed % 4 == 0 ? DataType::kFloat16 : DataType::kBFloat16,
+                 .heads = 2,
+                 .rank = ranks[seed % 5],
+                 .block_seq_len = lengths[seed % 4],
+                 .context = 256,
+                 .window16 = {0, 64},
+                 .window_format = window,
+                 .rotate = seed % 2 == 0,
+                 .search = seed % 3 == 0,
+                 .global_scale = 0.7f,
+                 .offset = true,
+                 .mean = 3.f,
+                 .hard = seed % 5 == 0 && window == kNone},
+                seed);
+    }
+  }
+}
+
 TEST_CASE("a token without a block is neither stored nor counted") {
   const Case c = {.heads = 2, .rank = 64, .block_seq_len = 16, .context = 33, .hard = true};
   Layer layer(c, 5);

@@ -108,7 +108,7 @@ struct StoredRow {
   int position;
 };
 
-// Decode a lane's values of a row, with its K offset.
+// Decode a lane's values of a row, with the offset of its block.
 template <DataType T>
 TM_DEVICE void FlattenLane(const KvLayerView& kv, const StoredRow& row, int lane,
                            float (&x)[kLaneValues]) {
@@ -121,7 +121,7 @@ TM_DEVICE void FlattenLane(const KvLayerView& kv, const StoredRow& row, int lane
       x[i] = DecodeValue<T>(stored, i, from.global_scale);
     }
   });
-  if (row.side == KvSide::kK && kv.HasKOffset()) {
+  if (kv.HasOffset(row.side)) {
     const OffsetLane offset = LoadOffset(kv, row.block, row.head, lane);
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) {

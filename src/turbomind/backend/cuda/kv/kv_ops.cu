@@ -37,6 +37,18 @@ void DispatchRows(const KvLayerView& kv, F&& fn) {
   }
 }
 
+// Store the offset of each block and head.
+void StoreOffsets(const Context& context, const QuantizeBlocksParams& params) {
+  const int64_t offsets = static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads;
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    Launch(StoreKOffsetsKernel<kRowLanes, T>,
+           {.grid_x = CeilDiv(offsets, int64_t{OffsetsOfBlock(kRowLanes)}),
+            .threads = kWriteThreads,
+            .shared_bytes = OffsetBytes(kRowLanes)},
+           context.stream, params);
+  });
+}
+
 }  // namespace
 
 void CudaWriteKv(const Context& context, const WriteKvParams& params) {
@@ -59,6 +71,9 @@ void CudaWriteKv(const Context& context, const WriteKvParams& params) {
 }
 
 void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& params) {
+  if (params.kv.HasKOffset()) {
+    StoreOffsets(context, params);
+  }
   if (params.kv.HasLatents()) {
     CudaQuantizeLatents(context, params);
     return;
@@ -66,14 +81,6 @@ void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& para
   DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
     const int64_t rows =
         static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads * params.kv.block_seq_len;
-    if (params.kv.HasKOffset()) {
-      const int64_t offsets = static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads;
-      Launch(StoreKOffsetsKernel<kRowLanes, T>,
-             {.grid_x = CeilDiv(offsets, int64_t{OffsetsOfBlock(kRowLanes)}),
-              .threads = kWriteThreads,
-              .shared_bytes = OffsetBytes(kRowLanes)},
-             context.stream, params);
-    }
     QuantizeLaunch launch;
     launch.op = params;
     launch.side_blocks = static_cast<int>(CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}));

@@ -28,7 +28,7 @@ TM_DEVICE PendingQuantization PendingOf(const QuantizeBlocksParams& op, int pend
                                       : PendingQuantization{};
 }
 
-// Load a lane's part of a block's K offset in FP32, or zeros if the view has none.
+// Load a lane's part of a block's offset in FP32, or zeros if the view has none.
 template <DataType T>
 TM_DEVICE void ReadOffset(const KvLayerView& kv, int64_t block, int head, int lane,
                           float (&offset)[kLaneValues]) {
@@ -57,18 +57,21 @@ TM_HD constexpr int OffsetsOfBlock(int row_lanes) {
   return RowsOfBlock(row_lanes) / kOffsetSharers;
 }
 
-// Add the keys of a run of slots, from `first` on, to the lane's sums in the order of slots.
+// Add the keys, or latents, of a run of slots, from `first` on, to the lane's sums in the order of
+// slots.
 template <DataType T>
 TM_DEVICE void SumRun(const QuantizeBlocksParams& op, const PendingQuantization& ids, int head,
                       int first, int lane, float (&sums)[kLaneValues]) {
   float base[kLaneValues];  // the offset of the window's block
   ReadOffset<T>(op.window16, ids.window16, head, lane, base);
-  DispatchWindow(op.window16.format[0], [&]<KvCacheMode M>() {
+  const KvSide side = op.kv.OffsetSide();
+  const bool is_k = side == KvSide::kK;
+  DispatchWindow(is_k ? op.window16.format[0] : op.window16.format[1], [&]<KvCacheMode M>() {
     StoredLane<M> stored[kOffsetRun];
 #pragma unroll
     for (int slot = 0; slot < kOffsetRun; ++slot) {
       stored[slot] =
-          LoadLane<M>(TargetOf(op.window16, KvSide::kK, ids.window16, head, first + slot), lane);
+          LoadLane<M>(TargetOf(op.window16, side, ids.window16, head, first + slot), lane);
     }
 #pragma unroll
     for (int slot = 0; slot < kOffsetRun; ++slot) {
@@ -136,14 +139,13 @@ __global__ void __launch_bounds__(kWriteThreads) StoreKOffsetsKernel(QuantizeBlo
                                                false);
 }
 
-// Load a lane's values of a row of the window, minus the K offset of the block if there is one.
+// Load a lane's values of a row of the window, minus the offset of the block if there is one.
 template <DataType T>
 TM_DEVICE LaneValues LoadWindowLane(const QuantizeBlocksParams& op, KvSide side,
                                     const PendingQuantization& ids, int head, int slot, int lane) {
   const RowTarget from = TargetOf(op.window16, side, ids.window16, head, slot);
-  const bool is_k = side == KvSide::kK;
-  const bool has_base = is_k && op.window16.HasKOffset();
-  const bool has_offset = is_k && op.kv.HasKOffset();
+  const bool has_base = op.window16.HasOffset(side);
+  const bool has_offset = op.kv.HasOffset(side);
   LaneValues values = {};
   if (from.format == KvCacheMode::kNone && !has_base && !has_offset) {  // keeps the bits of NaN
     const auto words =

@@ -8,9 +8,9 @@
 #include <cstdint>
 
 #include "turbomind/backend/cuda/kv/hadamard.cuh"
+#include "turbomind/backend/cuda/kv/kv_flatten.cuh"
 #include "turbomind/backend/cuda/kv/kv_quantize.cuh"
 #include "turbomind/backend/cuda/kv/kv_write.cuh"
-#include "turbomind/backend/cuda/kv/row_reader.cuh"
 #include "turbomind/ops/latent_params.h"
 
 namespace turbomind::cuda {
@@ -144,35 +144,17 @@ __global__ void __launch_bounds__(kWriteThreads) QuantizeLatentsKernel(QuantizeB
     return;
   }
   const int slot = static_cast<int>(row.index % kv.block_seq_len);
-  const int n = row.side == KvSide::kK ? kv.rotary_dim : kv.head_dim;
-  const RowTarget from = TargetOf(op.window16, row.side, ids.window16, 0, slot);
+  const int n = kv.Dim(row.side);
   const RowTarget to = TargetOf(kv, row.side, ids.quantized, 0, slot);
   LaneValues values[kPieces] = {};
-  DispatchWindow(from.format, [&]<KvCacheMode M>() {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const RowLane at = RowLane{lane, n}.Piece(piece);
-      if (!at.active()) {
-        continue;
-      }
-      const StoredLane<M> stored = LoadLane<M>(from, at.lane);
-      if constexpr (M == KvCacheMode::kNone) {  // keeps the bits of NaN
-#pragma unroll
-        for (int i = 0; i < kLaneValues / 2; ++i) {
-          values[piece].pairs[i] = stored.payload.v[i];
-        }
-        Unpack<T>(values[piece]);
-      } else {
-        float x[kLaneValues];
-#pragma unroll
-        for (int i = 0; i < kLaneValues; ++i) {
-          x[i] = DecodeValue<T>(stored, i, 1.f);
-        }
-        values[piece] = RoundLane<T>(x);
-      }
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const RowLane at = RowLane{lane, n}.Piece(piece);
+    if (at.active()) {
+      values[piece] = LoadWindowLane<T>(op, row.side, ids, 0, slot, at.lane);
       AddClipped(values[piece], to.format, to.global_scale, op.num_clipped);
     }
-  });
+  }
   WriteRow<kLatentLanes, T>(to, {lane, n}, values, op.search_scales);
 }
 
@@ -198,28 +180,19 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenLatentsKernel(FlattenKVP
   const int32_t block = LoadGlobal((window16 ? p.batch.window16_tables : p.batch.block_tables) +
                                    sequence * p.batch.block_table_stride + index);
   const KvLayerView& kv = window16 ? p.window16 : p.kv;
-  const int n = row.side == KvSide::kK ? p.kv.rotary_dim : p.kv.head_dim;
+  const int n = kv.Dim(row.side);
   float* const to = (row.side == KvSide::kK ? p.k : p.v) + row.index * n;
-  const KvCacheMode format = row.side == KvSide::kK ? kv.format[0] : kv.format[1];
-  DispatchFormat(format, [&]<KvCacheMode M>() {
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const RowLane at = RowLane{lane, n}.Piece(piece);
-      if (!at.active()) {
-        continue;
-      }
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const RowLane at = RowLane{lane, n}.Piece(piece);
+    if (at.active()) {
       float x[kLaneValues] = {};
       if (block >= 0) {
-        const RowTarget from = TargetOf(kv, row.side, block, 0, position & (kv.block_seq_len - 1));
-        const StoredLane<M> stored = LoadLane<M>(from, at.lane);
-#pragma unroll
-        for (int i = 0; i < kLaneValues; ++i) {
-          x[i] = DecodeValue<T>(stored, i, from.global_scale);
-        }
+        FlattenLane<T>(kv, {row.side, block, 0, position}, at.lane, x);
       }
       StoreFloats(to + at.first(), x);
     }
-  });
+  }
 }
 
 }  // namespace turbomind::cuda

@@ -69,14 +69,17 @@ TM_DEVICE void ReadLatents(const LatentTask& task, const TileLane& at, int range
   // Warps whose rows are all past the last only copy and expand.
   const bool has_rows = task.first_row + 16 * C::kRowTiles * at.group < task.num_rows;
   CopyRawTile<C>(task, at.warp, view, some, some.begin / C::kTokens * C::kTokens);
+  OffsetLane offset = LoadTileOffset<C>(task, view, some, some.begin / C::kTokens * C::kTokens);
 #pragma unroll 1
   for (int first = some.begin / C::kTokens * C::kTokens; first < some.end; first += C::kTokens) {
+    StoreTileOffset<C>(p.views[view], offset, scales.latent);
     WaitForCopies<0>();
     SyncBlock();  // the tile has arrived, and no warp reads the one before it
     ExpandTile<C>(p.views[view], some.begin - first, some.end - first);
     SyncBlock();
     if (first + C::kTokens < some.end) {
       CopyRawTile<C>(task, at.warp, view, some, first + C::kTokens);
+      offset = LoadTileOffset<C>(task, view, some, first + C::kTokens);
     }
     if (has_rows) {
       ComputeScores<C>(at, scales);

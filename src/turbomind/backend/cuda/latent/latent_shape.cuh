@@ -75,7 +75,11 @@ struct LatentKernelConfig : SharedTileShape<T, kRankCount, kRowCount, kTokenCoun
   static constexpr int kTileAt = kRows * kStride;
   static constexpr int kSumsAt = kTileAt + kTokens * kStride;
   static constexpr int kFactorsAt = kSumsAt + Shape::kSumBytes;
-  static constexpr int kRawAt = kFactorsAt + 4 * kRows;
+  // The offsets of the tile's runs of tokens. Latents that are not quantized have none.
+  static constexpr int kOffsetsAt = kFactorsAt + 4 * kRows;
+  static constexpr int kOffsetBytes = 2 * kRank;
+  static constexpr int kRuns = Shape::kBFloat ? 0 : kTokens / kRunTokens;
+  static constexpr int kRawAt = kOffsetsAt + kRuns * kOffsetBytes;
 
   // Shared memory for views of these two pools.
   static int64_t SharedBytes(const KvLayerView (&views)[2]) {

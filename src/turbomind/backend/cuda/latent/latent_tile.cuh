@@ -99,6 +99,13 @@ TM_DEVICE const std::byte* PartOfBlock(const KvLayerView& kv, int part, int64_t 
              : kv.Params(side, block, 0) + static_cast<int64_t>(slot) * kv.param_bytes[s];
 }
 
+// Return the block of a position in a view.
+TM_DEVICE int32_t BlockOf(const LatentTask& task, int view, int position) {
+  return LoadGlobal(task.params.block_tables[view] +
+                    static_cast<int64_t>(task.sequence) * task.params.block_table_stride +
+                    (position >> CountZeros(task.params.views[view].block_seq_len)));
+}
+
 // kRunTokens tokens of a tile, and the slots of a block that they are in.
 struct TokenRun {
   int index;  // in the tile
@@ -142,11 +149,7 @@ TM_DEVICE void CopyRawTile(const LatentTask& task, int warp, int view, const See
   const int thread = warp % kRunWarps * 32 + (ThreadIndexX() & 31);
   const int position = first + index * kRunTokens;
   if (position + kRunTokens > seen.begin && position < seen.end) {
-    const int32_t block =
-        LoadGlobal(task.params.block_tables[view] +
-                   static_cast<int64_t>(task.sequence) * task.params.block_table_stride +
-                   (position >> CountZeros(kv.block_seq_len)));
-    const TokenRun run = {index, block, position & (kv.block_seq_len - 1)};
+    const TokenRun run = {index, BlockOf(task, view, position), position & (kv.block_seq_len - 1)};
     if (thread < kThreadsOfLatents) {
       CopyPart<C>(kv, 0, run, thread, kThreadsOfLatents);
     } else {
@@ -157,6 +160,52 @@ TM_DEVICE void CopyRawTile(const LatentTask& task, int warp, int view, const See
     }
   }
   CommitCopies();
+}
+
+inline constexpr int kOffsetLanes = kMaxLatentDim / kLaneValues;
+
+// Load this thread's eight values of the offsets of the tile at `first`: each run of tokens has
+// kOffsetLanes threads. They are loaded while the tile before is multiplied.
+template <class C>
+TM_DEVICE OffsetLane LoadTileOffset(const LatentTask& task, int view, const SeenPositions& seen,
+                                    int first) {
+  static_assert(C::kRuns * kOffsetLanes <= kTileThreads);
+  const KvLayerView& kv = task.params.views[view];
+  const int run = ThreadIndexX() / kOffsetLanes;
+  const int lane = ThreadIndexX() % kOffsetLanes;
+  const int position = first + run * kRunTokens;
+  OffsetLane out = {};
+  if (kv.HasKOffset() && run < C::kRuns && lane * kLaneValues < kv.head_dim &&
+      position + kRunTokens > seen.begin && position < seen.end) {
+    out = LoadOffset(kv, BlockOf(task, view, position), 0, lane);
+  }
+  return out;
+}
+
+// Store what LoadTileOffset has loaded for ExpandTile. `scale` is the factor from expanded values
+// to values.
+template <class C>
+TM_DEVICE void StoreTileOffset(const KvLayerView& kv, const OffsetLane& offset, float scale) {
+  const int run = ThreadIndexX() / kOffsetLanes;
+  const int lane = ThreadIndexX() % kOffsetLanes;
+  if (!kv.HasKOffset() || run >= C::kRuns || lane * kLaneValues >= kv.head_dim) {
+    return;
+  }
+  const IntParam param = kv.dtype == DataType::kBFloat16
+                             ? IntParamOf<DataType::kBFloat16>(offset.meta)
+                             : IntParamOf<DataType::kFloat16>(offset.meta);
+  const float inverse = 1.f / scale;
+  float value[kLaneValues];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    value[i] = fmaf(static_cast<float>(CodeOf(offset, i)), param.scale, param.zero) * inverse;
+  }
+  Words<16> halves;
+#pragma unroll
+  for (int i = 0; i < kLaneValues / 2; ++i) {
+    halves.v[i] = PackFiniteHalf2(value[2 * i], value[2 * i + 1]);
+  }
+  StoreShared(SharedMemory() + C::kOffsetsAt + run * C::kOffsetBytes + 16 * lane, halves);
 }
 
 template <class C>
@@ -171,13 +220,16 @@ TM_DEVICE void ExpandTile(const KvLayerView& kv, int begin, int end) {
 #pragma unroll 1
   for (int s = 0; s < 2; ++s) {
     const bool is_v = s == 0;
-    const RawSide side = {.format = is_v ? kv.format[1] : kv.format[0],
-                          .payload = is_v ? parts[0] : parts[1],
-                          .meta = is_v ? parts[2] : parts[3],
-                          .row_bytes = BytesOfPart(kv, s),
-                          .meta_bytes = BytesOfPart(kv, 2 + s),
-                          .values = is_v ? kv.head_dim : kv.rotary_dim,
-                          .column = is_v ? 0 : C::kRank};
+    const RawSide side = {
+        .format = is_v ? kv.format[1] : kv.format[0],
+        .payload = is_v ? parts[0] : parts[1],
+        .meta = is_v ? parts[2] : parts[3],
+        .row_bytes = BytesOfPart(kv, s),
+        .meta_bytes = BytesOfPart(kv, 2 + s),
+        .values = is_v ? kv.head_dim : kv.rotary_dim,
+        .column = is_v ? 0 : C::kRank,
+        .offsets = is_v && kv.HasKOffset() ? SharedMemory() + C::kOffsetsAt : nullptr,
+        .offset_bytes = C::kOffsetBytes};
     ExpandStored<C>(side, kv.dtype, begin, end);
   }
 }

@@ -80,6 +80,9 @@ struct RawSide {
   int meta_bytes;
   int values;  // of a row
   int column;  // in the tile, of the first value
+  // The offset of each run of tokens in FP16, in the unit of expanded values, or null.
+  const char* offsets = nullptr;
+  int offset_bytes = 0;
 };
 
 // Expand eight FP4 codes with their scale to raw FP16 values, in order (Fragments::kUnit).
@@ -150,6 +153,15 @@ TM_DEVICE void ExpandRun(const char* payload, const char* meta, Words<16> (&out)
   }
 }
 
+// Add eight values of an offset. Latents come from a norm, so that no sum exceeds FP16.
+TM_DEVICE void AddTileOffset(const char* offset, Words<16>* values) {
+  const auto added = LoadShared<Words<16>>(offset);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values->v[i] = FmaHalf2(values->v[i], kHalfOne, added.v[i]);
+  }
+}
+
 // Expand the tokens [begin, end) of a side to 16 bits, and clear the others. FP4 values are raw
 // (Fragments::kUnit), all others as DecodeHalves gives them.
 template <class C, DataType T, KvCacheMode M>
@@ -161,6 +173,8 @@ TM_DEVICE void ExpandSide(const RawSide& side, int begin, int end) {
   char* const to = SharedMemory() + C::kTileAt + token * C::kStride + 2 * side.column;
   const char* const payload = side.payload + token * side.row_bytes;
   const char* const meta = side.meta + token * side.meta_bytes;
+  const bool has_offset = !C::kBFloat && seen && side.offsets != nullptr;
+  const char* const offset = side.offsets + token / kRunTokens * side.offset_bytes;
 #pragma unroll 4
   for (int run = lane; run < side.values / kValues; run += C::kExpandThreads) {
     Words<16> out[kValues / 8] = {};
@@ -170,6 +184,9 @@ TM_DEVICE void ExpandSide(const RawSide& side, int begin, int end) {
     }
 #pragma unroll
     for (int i = 0; i < kValues / 8; ++i) {
+      if (has_offset) {
+        AddTileOffset(offset + 2 * kValues * run + 16 * i, &out[i]);
+      }
       StoreShared(to + 2 * kValues * run + 16 * i, out[i]);
     }
   }
