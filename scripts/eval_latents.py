@@ -41,6 +41,12 @@ from lmdeploy.lite.prompt_engine import Floats, OpenModel, PromptEngine, open_mo
 
 RESULTS = ROOT / "benchmarks" / "results" / "latents_smollm2.jsonl"
 FORMATS = ("int8", "fp8", "int4", "mxfp4", "nvfp4")
+SETTINGS = (  # name in the rows, kv_rotation, kv_k_offset
+    ("kl", False, "none"),
+    ("kl_rotated", True, "none"),
+    ("kl_offset", False, "block"),
+    ("kl_rotated_offset", True, "block"),
+)
 _RANK = 128
 _ROTARY_PAIRS = 21  # of each KV head: 63 of at most 64 of the engine
 _KEY_WEIGHT = 1.5
@@ -248,10 +254,14 @@ def measure(latents: OpenModel, own: OpenModel, *, ids: Sequence[int]) -> Iterat
         for kv_format in FORMATS:
             chosen = {"quant_policy": kv_format, "kv_quality": quality}
             row: Row = {"case": f"{kv_format}/{quality}"}
-            for name, rotation in (("kl", False), ("kl_rotated", True)):
-                logits = logits_of(latents, ids, **chosen, kv_rotation=rotation)
+            for name, rotation, offset in SETTINGS:
+                if offset == "block" and quality == "raw":
+                    continue  # blocks without a window have no offsets
+                logits = logits_of(latents, ids, **chosen, kv_rotation=rotation, kv_k_offset=offset)
                 row[name] = float(f"{scores_of(logits, plain, ids=ids)['kl_mean']:.4g}")
             row["ratio"] = round(row["kl_rotated"] / row["kl"], 3)
+            if "kl_rotated_offset" in row:
+                row["ratio_offset"] = round(row["kl_rotated_offset"] / row["kl_rotated"], 3)
             logits = logits_of(own, ids, **chosen)
             row["kl_own"] = float(f"{scores_of(logits, own_plain, ids=ids)['kl_mean']:.4g}")
             yield row

@@ -3,9 +3,10 @@
 `raw` adds nothing to the format. `balanced` rotates K or latents, searches FP4 scales, subtracts a
 K offset from each block, and keeps the first and the newest tokens in a window of 8 or 16 bits.
 `best` adds constants from a calibration file. Each single option replaces one ingredient. An
-ingredient without effect is off: the scale search without FP4, the K offset of latents and without
-a window or a bias of K, and every ingredient with the format none. Reports list only what is on. If
-K has a bias, `raw` has the K offset, too.
+ingredient without effect is off: the scale search without FP4, the K offset without a window or a
+bias of K, and every ingredient with the format none. Reports list only what is on. If K has a bias,
+`raw` has the K offset, too. No preset gives latents an offset: beside the rotation it is worth no
+more than its bytes (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class KvOptions:
         if self.scale_search:
             parts.append("scale search")
         if self.k_offset:
-            parts.append("K offset per block")
+            parts.append("offset per block" if self.latents else "K offset per block")
         if self.recent_tokens != NO_WINDOW16:
             first = f"first {self.sink_tokens} and " if self.sink_tokens else ""
             name = "16 bit" if self.window == "16bit" else self.window
@@ -103,8 +104,8 @@ def resolve_kv_options(
     """Return the options of `config` for a model and a device.
 
     `windows` has the sliding window of each layer (0: full attention), and `k_bias` is the field of
-    ModelConfig. A model with `latents` caches no K of heads, which could have an offset. None uses
-    the CPU's capability.
+    ModelConfig. A model with `latents` caches them instead of K and V. None uses the CPU's
+    capability.
 
     Raise ValueError for a format that does not fit the model's layers or the device, and for an
     option without effect.
@@ -124,13 +125,15 @@ def resolve_kv_options(
         return KvOptions(layers, "raw")
     quality = config.kv_quality or ("balanced" if names & four_bit_formats() else "raw")
     by_default = quality != "raw"
-    if latents:
-        _refuse_for_latents(config)
+    if latents and config.kv_calibration is not None:
+        reason = "but the model caches latents instead of K and V. Remove it"
+        raise OptionError("kv_calibration", f"is set, {reason} (--kv-calibration).")
     sink_tokens, recent_tokens = _window16_tokens(config, by_default)
     search = by_default if config.kv_scale_search is None else config.kv_scale_search
     has_window = recent_tokens != NO_WINDOW16
     # Without a window, the offset comes from a bias of K. Such a model needs it in every format.
-    offset = config.kv_k_offset or ("block" if by_default or k_bias else "none")
+    has_offset = (by_default and not latents) or k_bias
+    offset = config.kv_k_offset or ("block" if has_offset else "none")
     rotation = by_default if config.kv_rotation is None else config.kv_rotation
     # A window of int8 costs more than it saves if the cache has 8 bits itself.
     window = config.kv_window or ("int8" if by_default and names & four_bit_formats() else "16bit")
@@ -141,22 +144,13 @@ def resolve_kv_options(
         rotation=rotation,
         latents=latents,
         scale_search=search and bool(names & fp4_formats()),
-        k_offset=offset == "block" and (has_window or k_bias) and not latents,
+        k_offset=offset == "block" and (has_window or k_bias),
         window=window if has_window else "16bit",
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
         calibration=None if path is None else user_path("kv_calibration", path),
         note=_format_note(table, layers),
     )
-
-
-def _refuse_for_latents(config: TurbomindEngineConfig) -> None:
-    """Raise OptionError for options that have no effect on latents."""
-    reason = "but the model caches latents instead of K and V. Remove it"
-    if config.kv_k_offset == "block":
-        raise OptionError("kv_k_offset", f"is block, {reason} (--kv-k-offset).")
-    if config.kv_calibration is not None:
-        raise OptionError("kv_calibration", f"is set, {reason} (--kv-calibration).")
 
 
 def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> str:

@@ -45,10 +45,12 @@ def test_every_turn_has_the_bits_of_a_cold_one(folder: str, kv_format: str) -> N
         check_conversations(warm, cold)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", [*FORMATS, "int4, balanced", "nvfp4, balanced"])
 def test_chunks_do_not_change_a_bit(folder: str, kv_format: str) -> None:
     ids = prompt(300)
-    options: dict[str, Any] = {"kv_format": kv_format, "rotated": is_rotated(kv_format)}
+    name, _, balanced = kv_format.partition(", ")
+    options: dict[str, Any] = {"kv_format": name, "rotated": is_rotated(name)}
+    options["balanced"] = bool(balanced)
     logits = []
     for max_prefill in (5, 64, 300):
         with EngineRun(folder, exact=False, max_prefill=max_prefill, **options) as run:
@@ -179,20 +181,38 @@ def test_rotary_part_has_8_bits_if_k_has_a_format_of_its_own(tmp_path: Path) -> 
     assert plan.bytes_per_token == 2 * (512 // 2 + 32 + 64 + 4)
 
 
-def test_options_without_effect_on_latents_are_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"^kv_k_offset .* caches latents"):
-        Pipeline(folder, config(quant_policy="nvfp4", kv_k_offset="block"))
+def test_latents_of_a_block_have_an_offset_on_demand(tmp_path: Path) -> None:
+    path = str(save_model(make_model(real_sizes(V2)), tmp_path))
+    for options, offset_bytes in (
+        ({"kv_quality": "balanced"}, 0),
+        # 512 + 4 bytes for 64 tokens, in whole cache lines.
+        ({"kv_quality": "balanced", "kv_k_offset": "block"}, 576),
+        ({"kv_quality": "raw", "kv_k_offset": "block", "kv_recent_tokens": 64}, 576),
+        ({"kv_quality": "raw", "kv_k_offset": "block"}, 0),  # without a window
+    ):
+        chosen = config(quant_policy="nvfp4", **options)
+        plan = memory_plan(path, chosen)
+        assert plan.bytes_per_token == 2 * (ROW_BYTES["nvfp4"] + offset_bytes / 64)
+        _, _, kv = plan_engine(path, chosen, device=open_device(chosen))
+        assert ("offset per block" in kv.quality_text) == (offset_bytes > 0)
 
 
-def test_rotated_latents_have_another_identity(folder: str) -> None:
-    identities = []
-    for rotation in (True, False):
-        options = config(quant_policy="nvfp4", kv_rotation=rotation)
-        files, _, kv = plan_engine(folder, options, device=open_device(options))
-        assert ("rotation of latents" in kv.quality_text) == rotation
-        identities.append(identity_of_cache(folder, options, files=files, kv=kv)())
-    assert [identity.pop("rotation") for identity in identities] == [True, False]
-    assert identities[0] == identities[1]
+def test_a_calibration_without_effect_on_latents_is_refused(folder: str) -> None:
+    chosen = config(quant_policy="nvfp4", kv_quality="best", kv_calibration="a.yaml")
+    with pytest.raises(ValueError, match=r"^kv_calibration .* caches latents"):
+        Pipeline(folder, chosen)
+
+
+def identity(folder: str, **options: Any) -> dict[str, Any]:
+    chosen = config(quant_policy="nvfp4", **options)
+    files, _, kv = plan_engine(folder, chosen, device=open_device(chosen))
+    return identity_of_cache(folder, chosen, files=files, kv=kv)()
+
+
+def test_rotated_latents_and_latents_with_offsets_have_other_identities(folder: str) -> None:
+    balanced = identity(folder)
+    assert identity(folder, kv_rotation=False) == {**balanced, "rotation": False}
+    assert identity(folder, kv_k_offset="block") == {**balanced, "k_offset": "mean"}
 
 
 def test_a_nan_in_the_weights_is_an_error_of_the_request(tmp_path: Path) -> None:
