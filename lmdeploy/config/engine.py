@@ -176,7 +176,7 @@ class TurbomindEngineConfig:
         kv_scale_search: choose the FP4 scales with the smallest quantization error. Writing a block
             takes longer (balanced, best: on).
         kv_k_offset: block subtracts the mean of a block's keys, or latents, before they are
-            quantized (balanced, best: block, but none for latents). The block stores the mean.
+            quantized (balanced, best: block for keys). The block stores the mean.
         kv_window: format of the first and newest tokens (balanced, best: int8 with 4-bit formats).
             16bit is more accurate and takes more memory.
         kv_sink_tokens: number of first tokens kept in the window, a multiple of 64 (balanced, best:

@@ -5,8 +5,8 @@ K offset from each block, and keeps the first and the newest tokens in a window 
 `best` adds constants from a calibration file. Each single option replaces one ingredient. An
 ingredient without effect is off: the scale search without FP4, the K offset without a window or a
 bias of K, and every ingredient with the format none. Reports list only what is on. If K has a bias,
-`raw` has the K offset, too. No preset gives latents an offset: beside the rotation it is worth no
-more than its bytes (docs/accuracy.md).
+`raw` has the K offset, too. No preset gives latents an offset: beside the rotation it does not make
+them more accurate (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def resolve_kv_options(
     # Without a window, the offset comes from a bias of K. Such a model needs it in every format.
     has_offset = (by_default and not latents) or k_bias
     offset = config.kv_k_offset or ("block" if has_offset else "none")
+    has_keys = any((pair.v if latents else pair.k) != "none" for pair in layers)
     rotation = by_default if config.kv_rotation is None else config.kv_rotation
     # A window of int8 costs more than it saves if the cache has 8 bits itself.
     window = config.kv_window or ("int8" if by_default and names & four_bit_formats() else "16bit")
@@ -144,7 +145,7 @@ def resolve_kv_options(
         rotation=rotation,
         latents=latents,
         scale_search=search and bool(names & fp4_formats()),
-        k_offset=offset == "block" and (has_window or k_bias),
+        k_offset=offset == "block" and has_keys and (has_window or k_bias),
         window=window if has_window else "16bit",
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,

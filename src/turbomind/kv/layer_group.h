@@ -26,8 +26,8 @@ struct KvCacheConfig {
   PrecisionWindowTokens window16;  // off unless set
   // Format of the window's blocks: 16 bits, or int8 for layers whose K is quantized.
   KvCacheMode window_format = KvCacheMode::kNone;
-  // Blocks have K offsets (kv/k_offset.h): those that leave the window, and with `k_bias` also
-  // those whose keys are quantized when they are written.
+  // Blocks have offsets of keys or latents (kv/k_offset.h): those that leave the window, and with
+  // `k_bias` also those whose keys are quantized when they are written.
   bool k_offset = false;
   bool k_bias = false;  // as ModelConfig::k_bias
   // Bytes of the state of all recurrent layers of one sequence, and of a checkpoint. Both are

@@ -113,7 +113,7 @@ struct KvLayerView {
   // Returns the side whose rows have the offset: latents are the larger part of a key.
   TM_HD KvSide OffsetSide() const { return HasLatents() ? KvSide::kV : KvSide::kK; }
   TM_HD bool HasOffset(KvSide side) const { return HasKOffset() && side == OffsetSide(); }
-  // Returns the offset row of a block's keys, in int8. REQUIRES: HasKOffset().
+  // Returns the offset row of a block's keys or latents, in int8. REQUIRES: HasKOffset().
   TM_HD KvRow KOffset(int64_t block, int head) const {
     std::byte* layer = data + block * block_bytes;
     return {reinterpret_cast<uint8_t*>(layer + k_offset_codes + head * head_dim),

@@ -233,6 +233,7 @@ std::vector<Setting> LatentSettings() {
   settings.push_back(window16);
   Setting rotated = window16;
   rotated.config.kv_quality.rotate_k = true;
+  rotated.config.kv_quality.k_offset = false;
   settings.push_back(rotated);
   Setting rotary = window16;
   rotary.config.kv_layers = {{KvCacheMode::kInt8, KvCacheMode::kFp4Mx},
@@ -389,10 +390,10 @@ TEST_CASE("latents: a deterministic engine gives a sequence the same bits in any
                                    KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
     CAPTURE(std::string(ToString(format)));
     Setting setting = {testing::TinyGlm(), testing::TinyEngineConfig(format), kPacked, {24, 3, 11}};
-    if (format == KvCacheMode::kFp4Nv) {
+    if (IsFp4(format)) {
       setting.model = testing::TinyDeepSeek();
       setting.config.kv_quality.window16 = {0, 64};
-      setting.config.kv_quality.k_offset = true;
+      setting.config.kv_quality.k_offset = format == KvCacheMode::kFp4Nv;
       setting.prompts = {100, 3, 11};  // blocks leave the window
     }
     CheckBitsOfBatches(setting);

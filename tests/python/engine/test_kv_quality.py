@@ -126,6 +126,7 @@ RAW_WINDOW = {"kv_quality": "raw", "kv_recent_tokens": 64}
         ({"quant_policy": 16, "kv_window": "16bit"}, False, (True, "16bit")),
         ({"quant_policy": 16, "kv_recent_tokens": -1}, False, (False, "16bit")),
         ({"quant_policy": 16, "kv_recent_tokens": -1}, True, (True, "16bit")),
+        ({"kv_cache_format": "k=none,v=nvfp4"}, False, (False, "int8")),
     ],
 )
 def test_resolve_kv_options_offset_and_window_follow_preset_and_bias(given, k_bias, expected):

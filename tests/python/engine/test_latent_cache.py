@@ -45,12 +45,20 @@ def test_every_turn_has_the_bits_of_a_cold_one(folder: str, kv_format: str) -> N
         check_conversations(warm, cold)
 
 
-@pytest.mark.parametrize("kv_format", [*FORMATS, "int4, balanced", "nvfp4, balanced"])
-def test_chunks_do_not_change_a_bit(folder: str, kv_format: str) -> None:
+WINDOWED = ({"windowed": True}, {"windowed": True, "k_offset": True})
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "more"),
+    [
+        *((name, {}) for name in FORMATS),
+        *((name, more) for name in ("int4", "nvfp4") for more in WINDOWED),
+    ],
+    ids=str,
+)
+def test_chunks_do_not_change_a_bit(folder: str, kv_format: str, more: dict[str, Any]) -> None:
     ids = prompt(300)
-    name, _, balanced = kv_format.partition(", ")
-    options: dict[str, Any] = {"kv_format": name, "rotated": is_rotated(name)}
-    options["balanced"] = bool(balanced)
+    options: dict[str, Any] = {"kv_format": kv_format, "rotated": is_rotated(kv_format), **more}
     logits = []
     for max_prefill in (5, 64, 300):
         with EngineRun(folder, exact=False, max_prefill=max_prefill, **options) as run:

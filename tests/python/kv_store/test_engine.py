@@ -28,11 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"quant_policy": 0},
     "int8": {"quant_policy": 8},
     "nvfp4-raw": {"quant_policy": "nvfp4", "kv_quality": "raw"},
-    "nvfp4-balanced": {
-        "quant_policy": "nvfp4",
-        "kv_quality": "balanced",
-        "kv_k_offset": "block",  # also of latents
-    },
+    "nvfp4-balanced": {"quant_policy": "nvfp4", "kv_quality": "balanced"},
+    "int4-offset": {"quant_policy": 4, "kv_k_offset": "block"},  # also of latents
 }
 
 

@@ -31,7 +31,8 @@ class EngineRun:
         max_prefill: int = 64,
         session_len: int = 1024,
         rotated: bool = False,
-        balanced: bool = False,
+        windowed: bool = False,
+        k_offset: bool = False,
         weight_format: str | None = None,
         int8_activations: bool = False,
         prefix_caching: bool = False,
@@ -51,9 +52,9 @@ class EngineRun:
             config.kv_layers = [(sides[0], sides[1])] * self.model.config.num_layers
         else:
             config.kv_format = kv_format
-        config.kv_rotate_k = rotated or balanced
-        if balanced:
-            config.kv_search_scales = config.kv_k_offset = True
+        config.kv_rotate_k = rotated
+        config.kv_k_offset = k_offset
+        if windowed:
             config.kv_sink_tokens = config.kv_recent_tokens = 64
             config.kv_window_format = "none" if kv_format == "none" else "int8"
         config.max_batch_size = 4

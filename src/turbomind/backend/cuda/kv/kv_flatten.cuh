@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
         stored[i] = LoadLane<M>(from[i], at.lane);
       }
     }
-    const bool has_offset = side == KvSide::kK && p.kv.HasKOffset();
+    const bool has_offset = p.kv.HasOffset(side);
     const bool has_fast_bias = side == KvSide::kK && p.fast_bias.num_pairs > 0;
 #pragma unroll
     for (int i = 0; i < kFlattenRows; ++i) {

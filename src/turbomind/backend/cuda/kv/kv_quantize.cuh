@@ -1,8 +1,8 @@
 #pragma once
 
-// ⑥ QuantizeBlocks on a GPU. As in WriteKv, a run of lanes keeps one row in registers. With K
+// ⑥ QuantizeBlocks on a GPU. As in WriteKv, a run of lanes keeps one row in registers. With
 // offsets (kv/k_offset.h), one kernel stores the offset of every block and head, and the next one
-// quantizes what remains of the keys.
+// quantizes what remains of the keys or latents.
 
 #include <cstdint>
 
@@ -65,13 +65,14 @@ TM_DEVICE void SumRun(const QuantizeBlocksParams& op, const PendingQuantization&
   float base[kLaneValues];  // the offset of the window's block
   ReadOffset<T>(op.window16, ids.window16, head, lane, base);
   const KvSide side = op.kv.OffsetSide();
-  const bool is_k = side == KvSide::kK;
-  DispatchWindow(is_k ? op.window16.format[0] : op.window16.format[1], [&]<KvCacheMode M>() {
+  const auto row_of = [&](int slot) {
+    return TargetOf(op.window16, side, ids.window16, head, first + slot);
+  };
+  DispatchWindow(row_of(0).format, [&]<KvCacheMode M>() {
     StoredLane<M> stored[kOffsetRun];
 #pragma unroll
     for (int slot = 0; slot < kOffsetRun; ++slot) {
-      stored[slot] =
-          LoadLane<M>(TargetOf(op.window16, side, ids.window16, head, first + slot), lane);
+      stored[slot] = LoadLane<M>(row_of(slot), lane);
     }
 #pragma unroll
     for (int slot = 0; slot < kOffsetRun; ++slot) {

@@ -75,7 +75,7 @@ struct LatentKernelConfig : SharedTileShape<T, kRankCount, kRowCount, kTokenCoun
   static constexpr int kTileAt = kRows * kStride;
   static constexpr int kSumsAt = kTileAt + kTokens * kStride;
   static constexpr int kFactorsAt = kSumsAt + Shape::kSumBytes;
-  // The offsets of the tile's runs of tokens. Latents that are not quantized have none.
+  // The offsets of the tile's runs of tokens. Latents in BF16 have none.
   static constexpr int kOffsetsAt = kFactorsAt + 4 * kRows;
   static constexpr int kOffsetBytes = 2 * kRank;
   static constexpr int kRuns = Shape::kBFloat ? 0 : kTokens / kRunTokens;

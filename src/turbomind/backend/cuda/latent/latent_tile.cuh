@@ -162,22 +162,30 @@ TM_DEVICE void CopyRawTile(const LatentTask& task, int warp, int view, const See
   CommitCopies();
 }
 
-inline constexpr int kOffsetLanes = kMaxLatentDim / kLaneValues;
+// The run of tokens and the lane of eight values whose offset a thread holds.
+template <class C>
+struct OffsetThread {
+  static constexpr int kLanes = C::kRank / kLaneValues;
+  static_assert(C::kRuns * kLanes <= kTileThreads);
+  int run = ThreadIndexX() / kLanes;
+  int lane = ThreadIndexX() % kLanes;
 
-// Load this thread's eight values of the offsets of the tile at `first`: each run of tokens has
-// kOffsetLanes threads. They are loaded while the tile before is multiplied.
+  TM_DEVICE bool Exists(const KvLayerView& kv) const {
+    return kv.HasKOffset() && run < C::kRuns && lane * kLaneValues < kv.head_dim;
+  }
+};
+
+// Load this thread's part of the offsets of the tile at `first`, while the tile before is
+// multiplied. Runs outside `seen` get zeros.
 template <class C>
 TM_DEVICE OffsetLane LoadTileOffset(const LatentTask& task, int view, const SeenPositions& seen,
                                     int first) {
-  static_assert(C::kRuns * kOffsetLanes <= kTileThreads);
   const KvLayerView& kv = task.params.views[view];
-  const int run = ThreadIndexX() / kOffsetLanes;
-  const int lane = ThreadIndexX() % kOffsetLanes;
-  const int position = first + run * kRunTokens;
+  const OffsetThread<C> at;
+  const int position = first + at.run * kRunTokens;
   OffsetLane out = {};
-  if (kv.HasKOffset() && run < C::kRuns && lane * kLaneValues < kv.head_dim &&
-      position + kRunTokens > seen.begin && position < seen.end) {
-    out = LoadOffset(kv, BlockOf(task, view, position), 0, lane);
+  if (at.Exists(kv) && position + kRunTokens > seen.begin && position < seen.end) {
+    out = LoadOffset(kv, BlockOf(task, view, position), 0, at.lane);
   }
   return out;
 }
@@ -186,9 +194,8 @@ TM_DEVICE OffsetLane LoadTileOffset(const LatentTask& task, int view, const Seen
 // to values.
 template <class C>
 TM_DEVICE void StoreTileOffset(const KvLayerView& kv, const OffsetLane& offset, float scale) {
-  const int run = ThreadIndexX() / kOffsetLanes;
-  const int lane = ThreadIndexX() % kOffsetLanes;
-  if (!kv.HasKOffset() || run >= C::kRuns || lane * kLaneValues >= kv.head_dim) {
+  const OffsetThread<C> at;
+  if (!at.Exists(kv)) {
     return;
   }
   const IntParam param = kv.dtype == DataType::kBFloat16
@@ -205,7 +212,7 @@ TM_DEVICE void StoreTileOffset(const KvLayerView& kv, const OffsetLane& offset, 
   for (int i = 0; i < kLaneValues / 2; ++i) {
     halves.v[i] = PackFiniteHalf2(value[2 * i], value[2 * i + 1]);
   }
-  StoreShared(SharedMemory() + C::kOffsetsAt + run * C::kOffsetBytes + 16 * lane, halves);
+  StoreShared(SharedMemory() + C::kOffsetsAt + at.run * C::kOffsetBytes + 16 * at.lane, halves);
 }
 
 template <class C>

@@ -174,7 +174,8 @@ TM_DEVICE void ExpandSide(const RawSide& side, int begin, int end) {
   const char* const payload = side.payload + token * side.row_bytes;
   const char* const meta = side.meta + token * side.meta_bytes;
   const bool has_offset = !C::kBFloat && seen && side.offsets != nullptr;
-  const char* const offset = side.offsets + token / kRunTokens * side.offset_bytes;
+  const char* const offset =
+      has_offset ? side.offsets + token / kRunTokens * side.offset_bytes : nullptr;
 #pragma unroll 4
   for (int run = lane; run < side.values / kValues; run += C::kExpandThreads) {
     Words<16> out[kValues / 8] = {};

@@ -41,7 +41,7 @@ struct Memory {
   ByteTile bytes;
   ByteQueries byte_q;     // of all blocks
   int32_t* byte_weights;  // [kTileTokens / kTokenBytes, lanes]
-  float* shifts;          // [kTileOffsets, lanes]
+  float* shifts;          // [kTileRuns, lanes]
 };
 
 struct Call {
@@ -80,7 +80,7 @@ Memory Arrange(const LatentSplitsArgs& args, int rank, int width) {
   memory.bytes.rotary = reinterpret_cast<int16_t*>(take(kTileTokens * (width - rank) / 2));
   memory.bytes.rotary_scales = take(kTileTokens);
   memory.byte_weights = reinterpret_cast<int32_t*>(take(kTileTokens / kTokenBytes * kLanes));
-  memory.shifts = take(kTileOffsets * kLanes);
+  memory.shifts = take(kTileRuns * kLanes);
   return memory;
 }
 
@@ -237,7 +237,7 @@ void ScoreBytes(const Call& call, int block, const LatentOffsets& offsets, const
         sum[at] = DotPair(sum[at], query, rotary + at * rotary_dim + d);
       });
     }
-    const F32x16 shift = Load(call.memory.shifts + t / kOffsetTokens * kLanes);
+    const F32x16 shift = Load(call.memory.shifts + t / kOffsetRun * kLanes);
     for (int i = 0; i < kSums; ++i) {
       const F32x16 factor = Mul(rotary_scale, Set1(bytes.rotary_scales[t + i]));
       Store(call.memory.sums + (t + i) * kLanes, Fma(ToFloat(sum[i]), factor, shift));
@@ -296,7 +296,7 @@ void AddBytesOfValues(const Call& call, const Seen& seen, F32x16 correction, F32
 }
 
 // Adds the weighted values of a tile in 8 bits, with the offsets. The last of these is added
-// together with the values, which costs least; a block of 64 tokens has no other one.
+// together with the values. With blocks of 64 tokens or more, a tile has only one.
 void AddBytesAndOffsets(const Call& call, const LatentOffsets& offsets, const Seen& seen,
                         F32x16 correction, float* o) {
   if (offsets.count == 0) {

@@ -9,15 +9,14 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/attention_offset.h"
 #include "turbomind/backend/cpu/isa/attention/attention_views.h"
 #include "turbomind/backend/cpu/isa/attention/latent_bytes.h"
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/core/float_convert.h"
+#include "turbomind/kv/k_offset.h"
 
 namespace turbomind::TM_ISA {
-
-inline constexpr int kOffsetTokens = 16;  // a block of the cache has whole runs of them
-inline constexpr int kTileOffsets = kTileTokens / kOffsetTokens;
 
 // The offset of the tokens `seen` of a tile.
 struct LatentOffset {
@@ -32,7 +31,7 @@ struct LatentOffset {
 
 struct LatentOffsets {
   int count = 0;
-  LatentOffset of[kTileOffsets];
+  LatentOffset of[kTileRuns];
 };
 
 // Decodes an offset to FP32, and centers its unsigned codes, as DotBytes needs them.
@@ -56,8 +55,8 @@ inline void LoadOffset(const KvRow& from, const KvLayerView& layer, LatentOffset
   to->correction = -128 * SumLanes(sum);
 }
 
-// Finds the offsets of the positions [tile + seen.begin, tile + seen.end), and prefetches that of
-// position `next` if it is before `end`. REQUIRES: all of the positions have a block.
+// Finds the offsets of the positions [tile + seen.begin, tile + seen.end), and prefetches those of
+// the next tile, up to `end`. REQUIRES: all of the positions have a block.
 inline void FindOffsets(const KvHead& kv, int tile, const Seen& seen, int end,
                         LatentOffsets* found) {
   const KvLayerView& layer = *kv.layer;
@@ -66,23 +65,14 @@ inline void FindOffsets(const KvHead& kv, int tile, const Seen& seen, int end,
     return;
   }
   const int shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));
-  const auto block_of = [&](int position) {
-    return position < end ? kv.blocks[position >> shift] : -1;
-  };
   for (int token = seen.begin; token < seen.end;) {
-    const int next = (((tile + token) >> shift) + 1) << shift;  // the first position behind it
+    const int block = (tile + token) >> shift;
     LatentOffset& one = found->of[found->count++];
-    one.seen = {token, MinOf(next - tile, seen.end)};
-    const KvRow from = layer.KOffset(block_of(tile + token), kv.head);
-    LoadOffset(from, layer, &one);
+    one.seen = {token, MinOf(((block + 1) << shift) - tile, seen.end)};
+    LoadOffset(layer.KOffset(kv.blocks[block], kv.head), layer, &one);
     token = one.seen.end;
   }
-  const int64_t block = block_of(tile + kTileTokens);
-  if (block >= 0) {
-    const KvRow next = layer.KOffset(block, kv.head);
-    PrefetchBytes(reinterpret_cast<const std::byte*>(next.payload), layer.head_dim);
-    __builtin_prefetch(next.metadata);
-  }
+  PrefetchOffsets(kv, tile + kTileTokens, MinOf(tile + 2 * kTileTokens, end));
 }
 
 // Adds the offsets to the expanded latents of a tile, whose rows are `stride` floats apart.
@@ -97,11 +87,11 @@ inline void AddOffsets(const LatentOffsets& offsets, int rank, float* latents, i
   }
 }
 
-// Writes q · offset of the rows of a block, for each run of kOffsetTokens tokens:
-// [kTileOffsets, lanes]. Runs without an offset get zeros.
+// Writes q · offset of the rows of a block, for each run of kOffsetRun tokens: [kTileRuns, lanes].
+// Runs without an offset get zeros.
 inline void ShiftScores(const LatentOffsets& offsets, const ByteQueries& q, int rank,
                         float* shifts) {
-  for (int run = 0; run < kTileOffsets; ++run) {
+  for (int run = 0; run < kTileRuns; ++run) {
     Store(shifts + run * kLanes, Zero());
   }
   for (const LatentOffset* one = offsets.of; one < offsets.of + offsets.count; ++one) {
@@ -117,7 +107,7 @@ inline void ShiftScores(const LatentOffsets& offsets, const ByteQueries& q, int 
     const F32x16 dot = ToFloat(Add(Add(sum[0], sum[1]), Add(sum[2], sum[3])));
     const F32x16 of_zero = Mul(ToFloat(LoadInt(q.sums)), Set1(one->zero));
     const F32x16 shift = Mul(Load(q.scales), Fma(dot, Set1(one->scale), of_zero));
-    for (int run = one->seen.begin / kOffsetTokens; run * kOffsetTokens < one->seen.end; ++run) {
+    for (int run = one->seen.begin / kOffsetRun; run * kOffsetRun < one->seen.end; ++run) {
       Store(shifts + run * kLanes, shift);
     }
   }
