@@ -70,7 +70,15 @@ def calibrate_prompts(
     text_hash: str,
     options: CalibrationOptions,
 ) -> Calibration:
-    """Compute the calibration of `model` from the ids of prompts, which do not see each other."""
+    """Compute the calibration of `model` from the ids of prompts, which do not see each other.
+
+    Raise ValueError if there are no tokens, and for a model that cannot have a calibration.
+    """
+    if not model.has_statistics:
+        raise ValueError(
+            "The model caches latents, or its layers differ in head_dim or KV heads. Such a model "
+            "has no calibration. Use kv_quality balanced, which needs none."
+        )
     context = min(options.context, longest_position(model.config))
     pieces = cut_prompts(prompts, context=context, max_tokens=options.tokens)
     if not pieces:

@@ -49,6 +49,11 @@ class OpenModel:
         """Return the engine's config of the model."""
         return self.loaded.config
 
+    @property
+    def has_statistics(self) -> bool:
+        """Return whether K and V have statistics: not latents, nor layers with other heads."""
+        return not self.config.latent.rope_dim and self.config.has_one_kv_shape()
+
     @functools.cached_property
     def hash(self) -> str:
         """Return the fingerprint of the model that its calibration files contain."""

@@ -156,12 +156,14 @@ class Report:
                     f"write/{cell.label}",
                     lambda cell=cell: costs.write_ns_per_token(self.model, cell),  # type: ignore[misc]
                 )
-                counts = self.measured.get(
-                    f"saturated heads/{cell.label}",
-                    lambda cell=cell: costs.saturated_heads(  # type: ignore[misc]
-                        costs.stored_histograms(self.model, cell, prompt=prompt), cell
-                    ),
-                )
+                counts = None
+                if self.model.has_statistics:
+                    counts = self.measured.get(
+                        f"saturated heads/{cell.label}",
+                        lambda cell=cell: costs.saturated_heads(  # type: ignore[misc]
+                            costs.stored_histograms(self.model, cell, prompt=prompt), cell
+                        ),
+                    )
                 row["saturated"] = None if counts is None else int(np.sum([*counts.values()]))
                 row["saturated_heads"] = counts
                 bar(cell.label)

@@ -135,6 +135,7 @@ void DefConfigs(py::module_& m) {
                  &ModelConfig::layer_sizes, &ModelConfig::per_layer, &ModelConfig::layer_scale>());
   model.def("validate", &ModelConfig::Validate)
       .def("num_attention_layers", &ModelConfig::NumAttentionLayers)
+      .def("has_one_kv_shape", &ModelConfig::HasOneKvShape)
       .def("kv_size",
            [](const ModelConfig& self, int layer) {
              if (layer < 0 || layer >= self.num_layers) {

@@ -123,7 +123,7 @@ struct ModelConfig {
   // Returns whether a layer computes and stores K and V.
   bool OwnsKv(int layer) const { return HasAttention(layer) && KvSource(layer) == layer; }
   bool SharesKv() const;
-  // Returns whether layers differ in head_dim or the number of KV heads.
+  // Returns whether all layers have the same head_dim and number of KV heads.
   bool HasOneKvShape() const;
   // Returns whether some layer has attention and a recurrent state.
   bool HasSumOfMixers() const;

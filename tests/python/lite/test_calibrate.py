@@ -318,7 +318,7 @@ class FakeEngine:
 def test_calibrate_runs_two_passes(monkeypatch):
     monkeypatch.setattr(module, "PromptEngine", FakeEngine)
     FakeEngine.prompts, FakeEngine.engine_configs = [], []
-    model = SimpleNamespace(config=MODEL, hash=HASH)
+    model = SimpleNamespace(config=MODEL, hash=HASH, has_statistics=True)
     options = CalibrationOptions(tokens=150, context=2048)
     found = calibrate(model, list(range(200)), text_hash="t", options=options)
     assert [len(p) for p in FakeEngine.prompts] == [64, 64, 22] * 2  # cut to max_position
@@ -333,7 +333,7 @@ def test_calibrate_runs_two_passes(monkeypatch):
 def test_calibrate_prompts_do_not_share_contexts(monkeypatch):
     monkeypatch.setattr(module, "PromptEngine", FakeEngine)
     FakeEngine.prompts, FakeEngine.engine_configs = [], []
-    model = SimpleNamespace(config=MODEL, hash=HASH)
+    model = SimpleNamespace(config=MODEL, hash=HASH, has_statistics=True)
     prompts = [[1] * 10, [], [2] * 100, [3] * 10, [4] * 10]
     options = CalibrationOptions(tokens=125, context=64)
     found = calibrate_prompts(model, prompts, text_hash="t", options=options)
@@ -389,9 +389,15 @@ def test_encode_prompts_renders_messages_by_the_chat_template():
 
 
 def test_calibrate_empty_text_is_rejected():
-    model = SimpleNamespace(config=MODEL, hash=HASH)
+    model = SimpleNamespace(config=MODEL, hash=HASH, has_statistics=True)
     with pytest.raises(ValueError, match="The text has no tokens"):
         calibrate(model, [], text_hash="t", options=CalibrationOptions())
+
+
+def test_calibrate_model_without_statistics_is_rejected():
+    model = SimpleNamespace(config=MODEL, hash=HASH, has_statistics=False)
+    with pytest.raises(ValueError, match=r"has no calibration\. Use kv_quality balanced"):
+        calibrate(model, [1, 2], text_hash="t", options=CalibrationOptions())
 
 
 @pytest.mark.parametrize(

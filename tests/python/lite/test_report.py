@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_families import FAMILY_MODELS
+from tiny_latents import V2
 from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy.cli.main import main
@@ -263,6 +265,23 @@ def test_kv_report_writes_page_data_and_plot(
     monkeypatch.setattr(data, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
     assert main(arguments) == 0
     assert (folder / "kv-report.md").read_text(encoding="utf-8") == text
+
+
+GEMMA4 = next(tiny for tiny in FAMILY_MODELS if tiny.name == "gemma4")
+
+
+@pytest.mark.parametrize("tiny", [V2, GEMMA4], ids=lambda tiny: tiny.name)
+def test_kv_report_of_a_model_without_statistics_leaves_them_out(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    path = str(save_model(make_model(tiny), tmp_path / "model"))
+    flags = ["--formats", "nvfp4", "--contexts", "256", "--max-tokens", "300"]
+    flags += ["--retrieval-prompts", "1", "--output", str(tmp_path)]
+    assert main(["lite", "kv-report", path, "--text", str(DATA / "austen.txt"), *flags]) == 0
+    facts = json.loads((tmp_path / "kv-report.json").read_text(encoding="utf-8"))
+    for label in ("nvfp4", "nvfp4/balanced"):
+        assert facts["cells"][label]["texts"]["austen"]["256"]["kl_mean"] > 0
+        assert facts["cells"][label]["saturated"] is None
 
 
 def test_kv_report_context_beyond_training_positions_is_rejected(
