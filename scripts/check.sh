@@ -118,7 +118,7 @@ step_cuda() {
 run_pytest() {
   cp "$BUILD_ROOT"/release/{_turbomind*.so,libkvx.so.1} lmdeploy/ &&
     TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest -rs --timeout 300 \
-      --numprocesses "$((JOBS + 1))" --maxprocesses 4 --dist loadgroup "$@"
+      --numprocesses "$JOBS" --maxprocesses 4 --dist loadgroup "$@"
 }
 
 # Runs the Python tests with the fastest instruction set of this machine.

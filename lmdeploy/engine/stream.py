@@ -29,6 +29,63 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "error": "error",
 }
 
+_LOOSE_LOGPROBS = 64  # of this many tokens, log probabilities wait as they came
+# Tokens of a chunk with log probabilities: their text in an event is many times as large.
+_MAX_LOGPROBS = 256
+
+
+class LogprobQueue:
+    """The log probabilities of tokens in order, packed if there are many.
+
+    Each one then takes 8 bytes instead of 120 as objects, and those of a token 8 more.
+    """
+
+    __slots__ = ("_counts", "_ids", "_loose", "_values")
+
+    def __init__(self) -> None:
+        self._loose: list[TokenLogprobs] = []  # behind the packed ones
+        self._counts = array("i")  # of candidates, by token
+        self._ids = array("i")
+        self._values = array("f")  # of the token, then of its candidates
+
+    def __len__(self) -> int:
+        return len(self._counts) + len(self._loose)
+
+    def extend(self, items: Sequence[TokenLogprobs]) -> None:
+        """Append those of tokens."""
+        self._loose += items
+        if len(self._loose) <= _LOOSE_LOGPROBS:
+            return
+        for chosen, top in self._loose:
+            self._counts.append(len(top))
+            self._values.append(chosen)
+            for token, value in top:
+                self._ids.append(token)
+                self._values.append(value)
+        self._loose.clear()
+
+    def first(self, count: int) -> LogprobQueue:
+        """Remove and return those of the first `count` tokens."""
+        part = LogprobQueue()
+        part.extend(self.take(count))
+        return part
+
+    def take(self, count: int) -> list[TokenLogprobs]:
+        """Remove and return those of the first `count` tokens."""
+        counts, found, at = self._counts[:count], [], 0
+        for i, size in enumerate(counts):
+            first = at + i  # in values, which have one more per token
+            top = zip(
+                self._ids[at : at + size], self._values[first + 1 : first + 1 + size], strict=True
+            )
+            found.append((self._values[first], list(top)))
+            at += size
+        del self._counts[:count], self._ids[:at], self._values[: at + len(counts)]
+        rest = count - len(counts)
+        found += self._loose[:rest]
+        del self._loose[:rest]
+        return found
+
 
 class _Waiting:
     """The outputs that wait for their reader, joined to one.
@@ -48,8 +105,8 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.tokens = array("i")
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.logprobs: LogprobQueue | None = None  # if the request has them
+        self.prompt_logprobs: LogprobQueue | None = None
         self.logits: list[npt.NDArray[np.float32]] = []
         self.cached_tokens = 0
         self.last: RequestOutput | None = None  # the output with the finish reason
@@ -61,13 +118,33 @@ class _Waiting:
         self.tokens.extend(tokens)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         if config.logprobs is not None:
-            self.logprobs += output.logprobs
+            self.logprobs = self.logprobs or LogprobQueue()
+            self.logprobs.extend(output.logprobs)
         if config.prompt_logprobs is not None:
-            self.prompt_logprobs += output.prompt_logprobs
+            self.prompt_logprobs = self.prompt_logprobs or LogprobQueue()
+            self.prompt_logprobs.extend(output.prompt_logprobs)
         if config.output_logits is not None and output.logits is not None:
             self.logits.append(output.logits)
         if output.finish_reason != "none":
             self.last, self.num_stop_tokens = output, min(output.stop_tokens, len(tokens))
+
+    def first_part(self) -> _Waiting | None:
+        """Remove and return what a chunk takes first, or None if a chunk takes everything."""
+        num_tokens = len(self.tokens) - self.num_stop_tokens
+        if self.prompt_logprobs and len(self.prompt_logprobs) > _MAX_LOGPROBS:
+            num_tokens = 0
+        elif not self.logprobs or num_tokens <= _MAX_LOGPROBS:
+            return None
+        part = _Waiting()
+        part.cached_tokens = self.cached_tokens
+        part.logits, self.logits = self.logits, []
+        count = min(num_tokens, _MAX_LOGPROBS)
+        part.tokens, self.tokens = self.tokens[:count], self.tokens[count:]
+        if self.logprobs:
+            part.logprobs = self.logprobs.first(count)
+        if self.prompt_logprobs:
+            part.prompt_logprobs = self.prompt_logprobs.first(_MAX_LOGPROBS)
+        return part
 
 
 class RequestStream:
@@ -132,8 +209,10 @@ class RequestStream:
                 self._done = True
                 assert self._failure is not None
                 raise self._failure
-            waiting, self._waiting = self._waiting, None
-            chunk = self._assemble(waiting)
+            part = self._waiting.first_part()
+            if part is None:
+                part, self._waiting = self._waiting, None
+            chunk = self._assemble(part)
             if chunk.finish_reason is None:
                 if chunk.has_content:
                     return chunk
@@ -184,7 +263,8 @@ class RequestStream:
         if not self.config.include_stop_str_in_output:
             num_kept -= waiting.num_stop_tokens
         reason = None if last is None else _FINISH_REASONS.get(last.finish_reason)
-        self._push(waiting.tokens[:num_kept], waiting.logprobs)
+        logprobs_of_tokens = waiting.logprobs.take(num_kept) if waiting.logprobs else []
+        self._push(waiting.tokens[:num_kept], logprobs_of_tokens)
         if self._repeats:
             self._answer.finish()
         if self._repeats or self._answer.stopped:
@@ -239,12 +319,13 @@ class RequestStream:
                 return count
         return len(tokens)
 
-    def _prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> list[dict[int, float]] | None:
+    def _prompt_logprobs(self, logprobs: LogprobQueue | None) -> list[dict[int, float]] | None:
         if not logprobs:
             return None
         offset = self._num_prompt_logprobs + 1
-        self._num_prompt_logprobs += len(logprobs)
-        return [_logprob_dict(self.prompt_ids[offset + i], item) for i, item in enumerate(logprobs)]
+        items = logprobs.take(len(logprobs))
+        self._num_prompt_logprobs += len(items)
+        return [_logprob_dict(self.prompt_ids[offset + i], item) for i, item in enumerate(items)]
 
 
 def _joined(logits: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32] | None:

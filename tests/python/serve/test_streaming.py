@@ -20,6 +20,7 @@ from serving import CHAT, connect, post_head, serving
 from lmdeploy import GenerationConfig
 from lmdeploy._turbomind import RequestOutput
 from lmdeploy.engine.async_engine import AsyncEngine
+from lmdeploy.engine.stream import LogprobQueue
 from lmdeploy.response import Response
 from lmdeploy.serve import streaming
 from lmdeploy.serve.errors import json_bytes
@@ -180,6 +181,76 @@ def test_a_token_that_waits_for_its_reader_takes_4_bytes() -> None:
         return taken
 
     assert asyncio.run(run()) < 5 * num_tokens  # arrays grow by an eighth
+    engine.close()
+
+
+def logprobs_of(token: int) -> tuple[float, list[tuple[int, float]]]:
+    return -token / 8, [(token + i, -i / 4) for i in range(1, 21)]
+
+
+def test_log_probabilities_that_wait_for_their_reader_are_packed() -> None:
+    num_tokens, output = 3000, RequestOutput()
+    engine = make_engine(lambda _: "a", step_seconds=5)
+
+    async def run() -> tuple[int, list[Response]]:
+        stream = await engine.submit([97], GenerationConfig(logprobs=20, max_new_tokens=400))
+        tracemalloc.start()
+        for i in range(num_tokens):
+            output.tokens, output.logprobs = [97 + i % 26], [logprobs_of(97 + i)]
+            stream.deliver(output)
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        chunks: list[Response] = []
+        while sum(len(chunk.token_ids) for chunk in chunks) < num_tokens:
+            chunks.append(await anext(stream))
+        stream.close()
+        return taken, chunks
+
+    taken, chunks = asyncio.run(run())
+    assert taken < 1.2 * num_tokens * (4 + 8 + 20 * 8)
+    assert max(len(chunk.token_ids) for chunk in chunks) <= 256
+    found = [row for chunk in chunks for row in chunk.logprobs or []]
+    assert len(found) == num_tokens
+    for i, row in enumerate(found):
+        chosen, top = logprobs_of(97 + i)
+        assert row == {**dict(top), 97 + i % 26: dict(top).get(97 + i % 26, chosen)}
+    engine.close()
+
+
+@given(st.data())
+def test_packed_log_probabilities_are_those_that_came(data: st.DataObject) -> None:
+    value = st.floats(width=32, allow_nan=False)
+    rows = data.draw(
+        st.lists(
+            st.tuples(value, st.lists(st.tuples(st.integers(0, 2**31 - 1), value), max_size=3))
+        )
+    )
+    logprobs, found = LogprobQueue(), []
+    for i in range(0, len(rows), 7):
+        logprobs.extend(rows[i : i + 7] * 20)
+        found += logprobs.take(data.draw(st.integers(0, 150)))
+    found += logprobs.take(len(logprobs))
+    assert found == [row for i in range(0, len(rows), 7) for row in rows[i : i + 7] * 20]
+    assert len(logprobs) == 0 and logprobs.take(5) == []
+
+
+def test_prompt_log_probabilities_come_in_parts_before_the_tokens() -> None:
+    output = RequestOutput()
+    output.tokens, output.logprobs = [97], [logprobs_of(97)]
+    output.prompt_logprobs = [logprobs_of(98)] * 599
+    engine = make_engine(lambda _: "a", step_seconds=5, session_len=1024)
+
+    async def run() -> list[Response]:
+        config = GenerationConfig(logprobs=20, prompt_logprobs=20)
+        stream = await engine.submit([98] * 600, config)
+        stream.deliver(output)
+        chunks = [await anext(stream) for _ in range(3)]
+        stream.close()
+        return chunks
+
+    chunks = asyncio.run(run())
+    assert [len(chunk.prompt_logprobs or []) for chunk in chunks] == [256, 256, 87]
+    assert [len(chunk.token_ids) for chunk in chunks] == [0, 0, 1]
     engine.close()
 
 
