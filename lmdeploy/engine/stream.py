@@ -37,7 +37,7 @@ _MAX_LOGPROBS = 256
 class LogprobQueue:
     """The log probabilities of tokens in order, packed if there are many.
 
-    Each one then takes 8 bytes instead of 120 as objects, and those of a token 8 more.
+    Packed, a candidate takes 8 bytes instead of the 120 of its objects, and a token 8 more.
     """
 
     __slots__ = ("_counts", "_ids", "_loose", "_values")

@@ -76,8 +76,8 @@ def calibrate_prompts(
     """
     if not model.has_statistics:
         raise ValueError(
-            "The model caches latents, or its layers differ in head_dim or KV heads. Such a model "
-            "has no calibration. Use kv_quality balanced, which needs none."
+            "This model has no calibration, because it caches latents or its layers differ in "
+            "head_dim or KV heads. Use kv_quality balanced, which needs none."
         )
     context = min(options.context, longest_position(model.config))
     pieces = cut_prompts(prompts, context=context, max_tokens=options.tokens)

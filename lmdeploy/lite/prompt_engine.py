@@ -51,7 +51,7 @@ class OpenModel:
 
     @property
     def has_statistics(self) -> bool:
-        """Return whether K and V have statistics: not latents, nor layers with other heads."""
+        """Return whether K and V can be measured: not latents, nor heads that differ by layer."""
         return not self.config.latent.rope_dim and self.config.has_one_kv_shape()
 
     @functools.cached_property

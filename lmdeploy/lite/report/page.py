@@ -136,7 +136,7 @@ def _costs(report: Report) -> Iterator[str]:
         f"of {DECODE_STEPS} steps that alternate between the qualities of a format. The percentage "
         "in brackets is relative to `raw`. Saturated is the number of values of the first context "
         "beyond the range of the format, and the head that has the most of them. The JSON file has "
-        "all heads. They are not counted for latents, and if layers differ in head_dim or KV heads."
+        "all heads. Latents are not counted, nor are heads that differ by layer."
     )
     yield ""
     contexts = list(map(str, report.options.contexts))
